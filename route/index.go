@@ -1,0 +1,228 @@
+package route
+
+import "math/bits"
+
+// Digest is a block's place in the hash chain of a prompt: it stands for the block and all before it.
+type Digest = [32]byte
+
+// Index remembers which prefixes each engine was given. A prefix is its chain of digests; engines are
+// small numbers that the caller assigns and may reuse after Forget.
+//
+// Two facts keep it fast. A chain is recorded whole, and of one chain the deeper digest is always the
+// less recently used, so what is known of a chain is a leading part of it and so is what one engine
+// owns: both ends are found by bisection. And entries are numbers in slices, which the garbage
+// collector need not walk.
+type Index struct {
+	limit   int
+	table   map[Digest]int32
+	nodes   []node
+	owners  []uint64 // words bits a node: the engines that hold it
+	words   int
+	free    int32   // first unused node, linked through next
+	scratch []int32 // the chain being recorded
+	seen    []uint64
+}
+
+type node struct {
+	digest     Digest
+	parent     int32 // the digest before it; none for the first
+	prev, next int32 // by recency, towards the more and the less recent
+}
+
+const (
+	none = -1
+	root = 0 // the node that closes the recency ring: next is the most recent entry, prev the least
+)
+
+// DefaultEntries bounds an Index to some 100 MB: 32 M tokens of distinct prefixes in blocks of 32.
+const DefaultEntries = 1 << 20
+
+// NewIndex makes an empty index of at most limit digests; DefaultEntries when limit is not positive.
+func NewIndex(limit int) *Index {
+	if limit <= 0 {
+		limit = DefaultEntries
+	}
+	x := &Index{limit: limit, table: make(map[Digest]int32), words: 1, free: none}
+	x.nodes = append(x.nodes, node{parent: none, prev: root, next: root})
+	x.owners = append(x.owners, 0)
+	return x
+}
+
+// Len is the number of digests remembered, at most the limit.
+func (x *Index) Len() int { return len(x.table) }
+
+// Match sets depths[e] to the number of leading digests of chain that engine e holds, for every e in
+// [0, len(depths)).
+func (x *Index) Match(chain []Digest, depths []int) {
+	clear(depths)
+	deepest := x.known(chain)
+	if deepest == 0 || len(depths) == 0 {
+		return
+	}
+	x.seen = append(x.seen[:0], make([]uint64, x.words)...)
+	for at := deepest; at > 0; at = x.newcomer(chain[:at-1]) {
+		for w, owners := range x.ownersOf(x.table[chain[at-1]]) {
+			for fresh := owners &^ x.seen[w]; fresh != 0; fresh &= fresh - 1 {
+				if e := w*64 + bits.TrailingZeros64(fresh); e < len(depths) {
+					depths[e] = at
+				}
+			}
+			x.seen[w] |= owners
+		}
+	}
+}
+
+// known is the length of the leading part of chain that the index holds.
+func (x *Index) known(chain []Digest) int {
+	low, high := 0, len(chain)
+	for low < high {
+		mid := int(uint(low+high+1) / 2)
+		if _, ok := x.table[chain[mid-1]]; ok {
+			low = mid
+		} else {
+			high = mid - 1
+		}
+	}
+	return low
+}
+
+// newcomer is the length of the longest part of chain, all of it known, whose end is owned by an engine
+// that was not seen yet; 0 when there is none.
+func (x *Index) newcomer(chain []Digest) int {
+	low, high := 0, len(chain)
+	for low < high {
+		mid := int(uint(low+high+1) / 2)
+		if x.unseen(x.table[chain[mid-1]]) {
+			low = mid
+		} else {
+			high = mid - 1
+		}
+	}
+	return low
+}
+
+func (x *Index) unseen(n int32) bool {
+	for w, owners := range x.ownersOf(n) {
+		if owners&^x.seen[w] != 0 {
+			return true
+		}
+	}
+	return false
+}
+
+func (x *Index) ownersOf(n int32) []uint64 {
+	return x.owners[int(n)*x.words : (int(n)+1)*x.words]
+}
+
+// Record notes that engine was given the prefix that chain spells. It forgets the least recently
+// recorded digests beyond the limit, and of a chain longer than the limit it keeps the start.
+func (x *Index) Record(engine int, chain []Digest) {
+	x.widen(engine/64 + 1)
+	chain = chain[:min(len(chain), x.limit)]
+	known := x.known(chain)
+	x.scratch = x.scratch[:0]
+	if known > 0 {
+		for n := x.table[chain[known-1]]; n != none; n = x.nodes[n].parent {
+			x.scratch = append(x.scratch, n)
+		}
+	}
+	// Deepest first, so that the start of the chain ends up the most recent.
+	for _, n := range x.scratch {
+		x.unlink(n)
+		x.linkAfter(root, n)
+		x.own(n, engine)
+	}
+	parent, after := int32(none), int32(root)
+	if known > 0 {
+		parent = x.scratch[0]
+		after = parent
+	}
+	for _, d := range chain[known:] {
+		n := x.allocate()
+		x.nodes[n].digest, x.nodes[n].parent = d, parent
+		x.table[d] = n
+		x.linkAfter(after, n)
+		x.own(n, engine)
+		parent, after = n, n
+	}
+}
+
+// Forget removes everything that is known of an engine.
+func (x *Index) Forget(engine int) {
+	word, mask := engine/64, uint64(1)<<(engine%64)
+	if word >= x.words {
+		return
+	}
+	for n := x.nodes[root].next; n != root; {
+		next := x.nodes[n].next
+		owners := x.ownersOf(n)
+		if owners[word]&mask != 0 {
+			owners[word] &^= mask
+			if allZero(owners) {
+				x.remove(n)
+			}
+		}
+		n = next
+	}
+}
+
+func allZero(words []uint64) bool {
+	for _, w := range words {
+		if w != 0 {
+			return false
+		}
+	}
+	return true
+}
+
+func (x *Index) own(n int32, engine int) {
+	x.owners[int(n)*x.words+engine/64] |= 1 << (engine % 64)
+}
+
+// widen makes room for engines up to 64*words.
+func (x *Index) widen(words int) {
+	if words <= x.words {
+		return
+	}
+	owners := make([]uint64, len(x.nodes)*words)
+	for n := range x.nodes {
+		copy(owners[n*words:], x.ownersOf(int32(n)))
+	}
+	x.owners, x.words = owners, words
+}
+
+// allocate returns a node without owners, taking it from the least recent entry when the index is full.
+// That entry is never an ancestor of what is being recorded: those were just made the most recent.
+func (x *Index) allocate() int32 {
+	if len(x.table) >= x.limit {
+		x.remove(x.nodes[root].prev)
+	}
+	if n := x.free; n != none {
+		x.free = x.nodes[n].next
+		clear(x.ownersOf(n))
+		return n
+	}
+	x.nodes = append(x.nodes, node{})
+	x.owners = append(x.owners, make([]uint64, x.words)...)
+	return int32(len(x.nodes) - 1)
+}
+
+func (x *Index) remove(n int32) {
+	delete(x.table, x.nodes[n].digest)
+	x.unlink(n)
+	x.nodes[n].next = x.free
+	x.free = n
+}
+
+func (x *Index) unlink(n int32) {
+	prev, next := x.nodes[n].prev, x.nodes[n].next
+	x.nodes[prev].next = next
+	x.nodes[next].prev = prev
+}
+
+func (x *Index) linkAfter(at, n int32) {
+	next := x.nodes[at].next
+	x.nodes[n].prev, x.nodes[n].next = at, next
+	x.nodes[at].next = n
+	x.nodes[next].prev = n
+}
