@@ -1,0 +1,249 @@
+package kvcache
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"testing"
+
+	"pgregory.net/rapid"
+)
+
+// dump shows everything in a pool that an operation could change.
+func dump(p *Pool) string {
+	return fmt.Sprint(p.blocks, p.free, p.leaves, p.byKey, p.pending, len(p.tables), len(p.pins), p.Stats(), len(p.events), p.sequence, p.misuse)
+}
+
+// world drives a pool like an engine with a memory, and knows what every block must contain.
+type world struct {
+	p      *Pool
+	memory [][]written // what the last writes left in each block
+	tables []*sequenceState
+	pins   []*pinState
+	owner  uint64
+
+	known    map[Key]Digest // what the events told
+	sequence uint64
+}
+
+// written is one token's KV: it depends on everything before it and on the weights.
+type written struct {
+	version, salt uint64
+	prefix        string
+}
+
+type sequenceState struct {
+	table         *Table
+	version, salt uint64
+	tokens        []int32 // prompt, then generated
+	written       int
+}
+
+type pinState struct {
+	pin    *Pin
+	memory [][]written
+}
+
+func (w *world) kv(s *sequenceState, position int) written {
+	return written{s.version, s.salt, fmt.Sprint(s.tokens[:position+1])}
+}
+
+// write runs the forward pass for the next n tokens, then commits them.
+func (w *world) write(t *rapid.T, s *sequenceState, n int) {
+	if err := s.table.EnsureTokens(s.written + n); err != nil {
+		t.Fatalf("a promise is broken: %v", err)
+	}
+	for i := s.written; i < s.written+n; i++ {
+		slot := int(s.table.Slot(i))
+		w.memory[slot/w.p.blockSize][slot%w.p.blockSize] = w.kv(s, i)
+	}
+	s.table.Commit(s.tokens[s.written : s.written+n])
+	s.written += n
+}
+
+func (w *world) verify(t *rapid.T) {
+	if err := w.p.Check(); err != nil {
+		t.Fatal(err)
+	}
+	for _, s := range w.tables {
+		if s.table.Len() != s.written {
+			t.Fatalf("length %d, wrote %d", s.table.Len(), s.written)
+		}
+		for i := range s.written {
+			slot := int(s.table.Slot(i))
+			if got := w.memory[slot/w.p.blockSize][slot%w.p.blockSize]; got != w.kv(s, i) {
+				t.Fatalf("position %d of %v holds %+v", i, s.tokens, got)
+			}
+		}
+	}
+	for _, s := range w.pins {
+		for i, id := range s.pin.Blocks() {
+			if !slices.Equal(w.memory[id], s.memory[i]) {
+				t.Fatalf("pinned block %d changed from %v to %v", id, s.memory[i], w.memory[id])
+			}
+		}
+	}
+}
+
+func TestRandomOperations(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		blocks := rapid.IntRange(1, 14).Draw(t, "blocks")
+		size := rapid.IntRange(1, 3).Draw(t, "block size")
+		p, err := New(Config{Blocks: blocks, BlockSize: size, Events: true})
+		if err != nil {
+			t.Fatal(err)
+		}
+		w := &world{p: p, memory: make([][]written, blocks), known: map[Key]Digest{}}
+		for i := range w.memory {
+			w.memory[i] = make([]written, size)
+		}
+		t.Repeat(map[string]func(*rapid.T){
+			"":       w.verify,
+			"open":   w.open,
+			"step":   w.step,
+			"close":  w.close,
+			"pin":    w.pin,
+			"unpin":  w.unpin,
+			"tick":   func(*rapid.T) { p.Tick() },
+			"clear":  func(t *rapid.T) { w.rarely(t); p.Clear() },
+			"events": w.events,
+		})
+		for len(w.tables) > 0 {
+			w.remove(0).table.Close()
+		}
+		for _, s := range w.pins {
+			s.pin.Release()
+		}
+		w.pins = nil
+		w.verify(t)
+		if s := p.Stats(); s.Free+s.Cached != s.Total || s.Promised != 0 || s.Pinned != 0 || len(p.pending) != 0 {
+			t.Fatalf("not everything came back: %+v", s)
+		}
+	})
+}
+
+func (w *world) rarely(t *rapid.T) {
+	if rapid.IntRange(0, 9).Draw(t, "rarely") != 0 {
+		t.Skip("not now")
+	}
+}
+
+func (w *world) open(t *rapid.T) {
+	prompt := rapid.SliceOfN(rapid.Int32Range(0, 1), 0, 10).Draw(t, "prompt")
+	w.owner++
+	r := OpenRequest{
+		Version: uint64(rapid.IntRange(0, 1).Draw(t, "version")), Prompt: prompt, Owner: w.owner,
+		Capacity: len(prompt) + rapid.IntRange(0, 6).Draw(t, "more"),
+		NoMatch:  rapid.IntRange(0, 3).Draw(t, "no match") == 0, WholePrompt: rapid.Bool().Draw(t, "whole"),
+	}
+	salt := uint64(rapid.IntRange(0, 1).Draw(t, "salt"))
+	if salt == 1 {
+		r.Root = Root("s", "")
+	}
+	before := dump(w.p)
+	table, err := w.p.Open(r)
+	if err == nil {
+		s := &sequenceState{table: table, version: r.Version, salt: salt, tokens: slices.Clone(prompt), written: table.Cached()}
+		w.tables = append(w.tables, s)
+		return
+	}
+	if dump(w.p) != before {
+		t.Fatalf("Open failed with %v and changed the pool", err)
+	}
+	var pending *PendingError
+	switch {
+	case errors.Is(err, ErrNeverFits):
+		if w.p.BlocksFor(r.Capacity) <= w.p.Stats().Total {
+			t.Fatalf("it could fit: %v", err)
+		}
+	case errors.Is(err, ErrNoCapacity):
+		if w.p.Stats().Available() >= w.p.BlocksFor(r.Capacity) {
+			t.Fatalf("there is room for all of it: %v", err)
+		}
+	case errors.As(err, &pending):
+		alive := slices.ContainsFunc(w.tables, func(s *sequenceState) bool { return s.table.owner == pending.Owner })
+		if !alive {
+			t.Fatalf("waits for nobody: %v", err)
+		}
+	default:
+		t.Fatal(err)
+	}
+}
+
+func (w *world) pick(t *rapid.T) int {
+	if len(w.tables) == 0 {
+		t.Skip("no table")
+	}
+	return rapid.IntRange(0, len(w.tables)-1).Draw(t, "table")
+}
+
+func (w *world) remove(i int) *sequenceState {
+	s := w.tables[i]
+	w.tables = slices.Delete(w.tables, i, i+1)
+	return s
+}
+
+func (w *world) step(t *rapid.T) {
+	s := w.tables[w.pick(t)]
+	room := s.table.Capacity() - s.written
+	if room == 0 {
+		t.Skip("full")
+	}
+	n := rapid.IntRange(1, room).Draw(t, "tokens")
+	for len(s.tokens) < s.written+n {
+		s.tokens = append(s.tokens, rapid.Int32Range(0, 1).Draw(t, "generated"))
+	}
+	w.write(t, s, n)
+}
+
+func (w *world) close(t *rapid.T) { w.remove(w.pick(t)).table.Close() }
+
+func (w *world) pin(t *rapid.T) {
+	s := w.tables[w.pick(t)]
+	// Only complete pinned blocks must stay as they are while the table lives on.
+	pin := s.table.Pin(s.written / w.p.blockSize)
+	state := &pinState{pin: pin}
+	for _, id := range pin.Blocks() {
+		state.memory = append(state.memory, slices.Clone(w.memory[id]))
+	}
+	w.pins = append(w.pins, state)
+}
+
+func (w *world) unpin(t *rapid.T) {
+	if len(w.pins) == 0 {
+		t.Skip("no pin")
+	}
+	i := rapid.IntRange(0, len(w.pins)-1).Draw(t, "pin")
+	w.pins[i].pin.Release()
+	w.pins = slices.Delete(w.pins, i, i+1)
+}
+
+// events replays what the pool told and compares that with what the pool can find.
+func (w *world) events(t *rapid.T) {
+	for _, e := range w.p.DrainEvents() {
+		w.sequence++
+		if e.Sequence != w.sequence {
+			t.Fatalf("event %d after %d", e.Sequence, w.sequence-1)
+		}
+		switch e.Kind {
+		case Stored:
+			w.known[e.Key] = e.Parent
+		case Removed:
+			delete(w.known, e.Key)
+		case Cleared:
+			clear(w.known)
+		}
+	}
+	if len(w.known) != len(w.p.byKey) {
+		t.Fatalf("%d keys told, %d there", len(w.known), len(w.p.byKey))
+	}
+	for key, id := range w.p.byKey {
+		var parent Digest
+		if up := w.p.blocks[id].parent; up != none {
+			parent = w.p.blocks[up].key.Digest
+		}
+		if told, ok := w.known[key]; !ok || told != parent {
+			t.Fatalf("block %d was not told rightly", id)
+		}
+	}
+}
