@@ -2,9 +2,23 @@
 // exchange, their msgpack form, and the framing that carries them. It carries ids, addresses, layouts,
 // tokens and verdicts, never tensors.
 //
-// A message is a frame [header, fields...]. Arrays may be longer or shorter than a reader expects:
-// unknown trailing fields are skipped and missing ones are zero, so that versions can grow.
+// A frame is a little-endian uint32 length and so many bytes of msgpack: the array [header, [fields...]].
+// Field arrays may be longer or shorter than a reader expects: unknown trailing fields are skipped and
+// missing ones are zero, so that versions can grow; new fields go to the end of a struct. A message of an
+// unknown header arrives as Unknown. Nil and empty strings, lists and byte strings are the same.
+//
+// Conn carries messages over any net.Conn. The Connect that opens a connection names the sender's
+// incarnation, and every later message of that connection belongs to it: a process that comes back
+// opens another connection, and the old one is closed.
 package wire
+
+//go:generate go tool msgp -io=false -tests=false -file=messages.go -o=messages_gen.go
+//msgp:pointer
+//msgp:ignore Header Tokens Floats
+//msgp:vartuple Connect ConnectAck Geometry RegisterRole RankInfo RegisterRoleAck Sampling SubmitRequest TokenLogprobs Result
+//msgp:vartuple Export Stats EngineReply EngineReplyPartial AbortRequest RequestAborted Source SubmitRequestWithKV
+//msgp:vartuple KVTransferReady SendKV KVReadDone ReleaseKV RequestError Disconnect Pause Unpause Suspend Resume
+//msgp:vartuple SetGenerationEpoch Stop StartProfiler StopProfiler Shutdown TPBroadcast KVHandoffComplete
 
 // Header says what a frame holds. The numbers are those of Megatron-LM's coordinator.
 type Header uint8
@@ -203,10 +217,14 @@ type Stats struct {
 }
 
 // EngineReply ends requests (or their prefill leg), EngineReplyPartial only continues them.
-type EngineReply struct{ Results []Result }
+type EngineReply struct {
+	Results []Result `msg:"Results,limit=65536"`
+}
 
 // EngineReplyPartial carries new tokens of running requests.
-type EngineReplyPartial struct{ Results []Result }
+type EngineReplyPartial struct {
+	Results []Result `msg:"Results,limit=65536"`
+}
 
 // AbortRequest cancels a request.
 type AbortRequest struct{ ID uint64 }
@@ -285,3 +303,40 @@ type RequestError struct {
 // Disconnect announces that an engine leaves; Reason is for people.
 type Disconnect struct{ Reason string }
 
+// Pause asks an engine to finish its step and start no other until Unpause.
+type Pause struct{}
+
+// Unpause ends a Pause.
+type Unpause struct{}
+
+// Suspend asks an engine to give its device memory back until Resume.
+type Suspend struct{}
+
+// Resume ends a Suspend.
+type Resume struct{}
+
+// SetGenerationEpoch numbers what is generated from now on.
+type SetGenerationEpoch struct{ Epoch uint64 }
+
+// Stop asks an engine to end its requests and leave.
+type Stop struct{}
+
+// StartProfiler asks for a CPU profile, written to Path on the engine's machine.
+type StartProfiler struct{ Path string }
+
+// StopProfiler ends the profile.
+type StopProfiler struct{}
+
+// Shutdown asks the coordinator to stop everything.
+type Shutdown struct{}
+
+// TPBroadcast is a leader rank's step plan for its other ranks, in the engine's own form.
+type TPBroadcast struct{ Raw []byte }
+
+// KVHandoffComplete is one rank's verdict on a handoff, and the leader's on the whole.
+type KVHandoffComplete struct {
+	ID         uint64
+	Rank       int
+	Failed     bool
+	SourceSafe bool
+}

@@ -1,0 +1,174 @@
+package wire
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+
+	"github.com/tinylib/msgp/msgp"
+)
+
+// Message is a pointer to one of this package's message structs.
+type Message interface {
+	Header() Header
+	msgp.Marshaler
+	msgp.Unmarshaler
+	msgp.Sizer
+}
+
+// Unknown is a message of a header that this version does not know. Raw is its field array in msgpack;
+// sent again, it arrives as it came.
+type Unknown struct {
+	Of  Header
+	Raw []byte
+}
+
+// MarshalMsg appends the field array as it came.
+func (u *Unknown) MarshalMsg(b []byte) ([]byte, error) {
+	if len(u.Raw) == 0 {
+		return msgp.AppendArrayHeader(b, 0), nil
+	}
+	return append(b, u.Raw...), nil
+}
+
+// UnmarshalMsg copies the value that b starts with and returns the rest of b.
+func (u *Unknown) UnmarshalMsg(b []byte) ([]byte, error) {
+	rest, err := msgp.Skip(b)
+	if err != nil {
+		return b, err
+	}
+	u.Raw = append([]byte(nil), b[:len(b)-len(rest)]...)
+	return rest, nil
+}
+
+// Msgsize is an upper bound of the encoded size in bytes.
+func (u *Unknown) Msgsize() int { return len(u.Raw) + 1 }
+
+// MalformedError reports a frame that does not hold what its header promises. The frame was consumed:
+// the connection still works, and whether to keep it is the receiver's choice.
+type MalformedError struct {
+	Of  Header // HeaderUnread when the frame does not say
+	Err error  // names the field
+}
+
+func (e *MalformedError) Error() string {
+	return fmt.Sprintf("wire: malformed %v message: %v", e.Of, e.Err)
+}
+
+// Unwrap returns the decoder's error.
+func (e *MalformedError) Unwrap() error { return e.Err }
+
+// FrameSizeError reports a frame beyond the limit of the connection.
+type FrameSizeError struct{ Size, Limit int }
+
+func (e *FrameSizeError) Error() string {
+	return fmt.Sprintf("wire: frame of %d bytes exceeds the limit of %d: raise Options.MaxFrame on both sides or send less at once", e.Size, e.Limit)
+}
+
+const lengthSize = 4 // of the prefix of a frame
+
+// appendFrame appends m as a frame. On error it returns b as it was.
+func appendFrame(b []byte, m Message, limit int) ([]byte, error) {
+	start := len(b)
+	out := msgp.Require(b, lengthSize+3+m.Msgsize())
+	out = append(out, 0, 0, 0, 0)
+	out = msgp.AppendArrayHeader(out, 2)
+	out = msgp.AppendUint8(out, uint8(m.Header()))
+	out, err := m.MarshalMsg(out)
+	if err != nil {
+		return b, fmt.Errorf("wire: encode %v: %w", m.Header(), err)
+	}
+	size := len(out) - start - lengthSize
+	if size > limit {
+		return b, &FrameSizeError{Size: size, Limit: limit}
+	}
+	binary.LittleEndian.PutUint32(out[start:], uint32(size))
+	return out, nil
+}
+
+// decodeFrame decodes what followed the length prefix. The message shares no memory with b.
+func decodeFrame(b []byte) (Message, error) {
+	of := HeaderUnread
+	malformed := func(err error) (Message, error) { return nil, &MalformedError{Of: of, Err: err} }
+	if err := checkFrame(b); err != nil {
+		return malformed(err)
+	}
+	n, b, err := msgp.ReadArrayHeaderBytes(b)
+	if err != nil {
+		return malformed(err)
+	}
+	if n == 0 {
+		return malformed(errors.New("no header"))
+	}
+	h, b, err := msgp.ReadUint8Bytes(b)
+	if err != nil {
+		return malformed(fmt.Errorf("header: %w", err))
+	}
+	of = Header(h)
+	m := newMessage(of)
+	if n == 1 {
+		return m, nil
+	}
+	if _, err := m.UnmarshalMsg(b); err != nil {
+		return malformed(err)
+	}
+	return m, nil
+}
+
+// Bounds that keep what a frame decodes to in proportion to its size. An array of more than
+// denseArray elements needs at least minElement bytes for each, and there may be no more than
+// denseArray + size/minElement arrays in all: every list of structs that this package encodes has
+// longer elements (lists of numbers are binary strings, not arrays), while a small frame that
+// claims a long list, or consists of empty ones, would make the decoder allocate many times its size.
+const (
+	denseArray = 64
+	minElement = 4
+	maxDepth   = 16
+)
+
+// checkFrame walks b, which must hold exactly one complete value within the bounds.
+func checkFrame(b []byte) error {
+	arrays := denseArray + len(b)/minElement
+	rest, err := checkValue(b, maxDepth, &arrays)
+	if err != nil {
+		return err
+	}
+	if len(rest) > 0 {
+		return fmt.Errorf("%d bytes after the message", len(rest))
+	}
+	return nil
+}
+
+func checkValue(b []byte, depth int, arrays *int) ([]byte, error) {
+	var n uint64
+	switch msgp.NextType(b) {
+	case msgp.ArrayType:
+		sz, rest, err := msgp.ReadArrayHeaderBytes(b)
+		if err != nil {
+			return b, err
+		}
+		n, b = uint64(sz), rest
+	case msgp.MapType:
+		sz, rest, err := msgp.ReadMapHeaderBytes(b)
+		if err != nil {
+			return b, err
+		}
+		n, b = 2*uint64(sz), rest
+	default:
+		return msgp.Skip(b)
+	}
+	if depth--; depth == 0 {
+		return b, fmt.Errorf("nested deeper than %d", maxDepth)
+	}
+	if *arrays--; *arrays < 0 || n > denseArray && n*minElement > uint64(len(b)) {
+		return b, errors.New("lists with more elements than the frame has room for")
+	}
+	for ; n > 0; n-- {
+		rest, err := checkValue(b, depth, arrays)
+		if err != nil {
+			return b, err
+		}
+		b = rest
+	}
+	return b, nil
+}

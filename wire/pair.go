@@ -1,0 +1,44 @@
+//go:build unix
+
+package wire
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"syscall"
+)
+
+// Pair returns two connected Conns within this process, past any handshake. They are the ends of a
+// Unix socket pair: the same code runs as between machines, without a port.
+func Pair(opt Options) (*Conn, *Conn, error) {
+	syscall.ForkLock.RLock()
+	fds, err := syscall.Socketpair(syscall.AF_UNIX, syscall.SOCK_STREAM, 0)
+	if err == nil {
+		syscall.CloseOnExec(fds[0])
+		syscall.CloseOnExec(fds[1])
+	}
+	syscall.ForkLock.RUnlock()
+	if err != nil {
+		return nil, nil, fmt.Errorf("wire: %w", os.NewSyscallError("socketpair", err))
+	}
+	a, errA := fileConn(fds[0])
+	b, errB := fileConn(fds[1])
+	if errA != nil || errB != nil {
+		for _, nc := range []net.Conn{a, b} {
+			if nc != nil {
+				nc.Close()
+			}
+		}
+		return nil, nil, fmt.Errorf("wire: socket pair: %w", errors.Join(errA, errB))
+	}
+	return NewConn(a, opt), NewConn(b, opt), nil
+}
+
+// fileConn wraps a socket and closes the descriptor, of which the result holds a duplicate.
+func fileConn(fd int) (net.Conn, error) {
+	f := os.NewFile(uintptr(fd), "socketpair")
+	defer f.Close()
+	return net.FileConn(f)
+}
