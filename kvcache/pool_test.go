@@ -373,6 +373,35 @@ func TestDuplicateStaysUnregistered(t *testing.T) {
 	}
 }
 
+func TestClaimEndsWithADuplicate(t *testing.T) {
+	p := newPool(t, 16, 4)
+	prompt := sequence(13)
+	a := open(t, p, OpenRequest{Prompt: prompt, Owner: 1})
+	b := open(t, p, OpenRequest{Prompt: prompt, NoMatch: true, Owner: 2})
+	b.Commit(prompt[:4])
+	var pending *PendingError
+	if _, err := p.Open(OpenRequest{Prompt: prompt}); !errors.As(err, &pending) || pending.Owner != 1 {
+		t.Fatalf("want to wait for request 1: %v", err)
+	}
+	a.Commit(prompt[:4]) // too late: nothing of a can be registered any more
+	if got := open(t, p, OpenRequest{Prompt: prompt}).Cached(); got != 4 {
+		t.Errorf("cached %d", got)
+	}
+}
+
+func TestCommitOfOtherTokens(t *testing.T) {
+	p := newPool(t, 8, 4)
+	table := open(t, p, OpenRequest{Prompt: sequence(9)})
+	table.Commit([]int32{7, 7, 7, 7, 4, 5, 6, 7})
+	table.Close()
+	if got := open(t, p, OpenRequest{Prompt: sequence(9)}).Cached(); got != 0 {
+		t.Errorf("a prompt that was never written is found: %d", got)
+	}
+	if got := open(t, p, OpenRequest{Prompt: []int32{7, 7, 7, 7, 4, 5, 6, 7, 0}}).Cached(); got != 8 {
+		t.Errorf("what was written is not found: %d", got)
+	}
+}
+
 func TestPinOutlivesTable(t *testing.T) {
 	p := newPool(t, 4, 4)
 	table := serve(t, p, sequence(10))

@@ -122,6 +122,43 @@ func TestRandomOperations(t *testing.T) {
 	})
 }
 
+func TestHeapOrder(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		p, err := New(Config{Blocks: 40, BlockSize: 1})
+		if err != nil {
+			t.Fatal(err)
+		}
+		in := map[int32]bool{}
+		t.Repeat(map[string]func(*rapid.T){
+			"": func(t *rapid.T) {
+				var least int32 = none
+				for id := range in {
+					a, b := &p.blocks[id], &p.blocks[max(least, 0)]
+					if least == none || a.used < b.used || a.used == b.used && id < least {
+						least = id
+					}
+				}
+				if len(p.leaves) != len(in) || least != none && p.leaves.min() != least {
+					t.Fatalf("heap %v of %v: least is %d", p.leaves, in, least)
+				}
+			},
+			"add": func(t *rapid.T) {
+				id := rapid.Int32Range(0, 39).Draw(t, "id")
+				if !in[id] {
+					in[id] = true
+					p.blocks[id].used = rapid.Uint64Range(0, 9).Draw(t, "used")
+					p.leaves.add(p, id)
+				}
+			},
+			"remove": func(t *rapid.T) {
+				id := rapid.Int32Range(0, 39).Draw(t, "id")
+				delete(in, id)
+				p.leaves.remove(p, id)
+			},
+		})
+	})
+}
+
 func (w *world) rarely(t *rapid.T) {
 	if rapid.IntRange(0, 9).Draw(t, "rarely") != 0 {
 		t.Skip("not now")

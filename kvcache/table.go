@@ -80,7 +80,6 @@ type Table struct {
 	length   int     // tokens whose KV is written
 	tail     []int32 // of those, the ones in the last, incomplete block
 	chain    Digest  // of the complete blocks
-	detached bool    // an own block stayed unregistered: those after it must, too
 	closed   bool
 }
 
@@ -232,10 +231,8 @@ func (t *Table) complete(i int) {
 	if i < len(t.digests) && slices.Equal(t.tail, t.prompt[i*p.blockSize:(i+1)*p.blockSize]) {
 		t.chain = t.digests[i]
 	} else {
+		t.unclaim() // what was announced is not what came
 		t.chain = extend(nil, t.chain, t.tail)
-	}
-	if t.detached {
-		return
 	}
 	key := Key{t.version, t.chain}
 	parent := int32(none)
@@ -244,7 +241,7 @@ func (t *Table) complete(i int) {
 	}
 	_, exists := p.byKey[key]
 	if exists || parent != none && !p.blocks[parent].registered {
-		t.detached = true
+		// Registering a later block would cache it under a prefix that this table does not hold.
 		t.unclaim()
 		return
 	}
