@@ -231,7 +231,8 @@ func (t *Table) complete(i int) {
 	if i < len(t.digests) && slices.Equal(t.tail, t.prompt[i*p.blockSize:(i+1)*p.blockSize]) {
 		t.chain = t.digests[i]
 	} else {
-		t.unclaim() // what was announced is not what came
+		t.unclaim() // past the prompt there is nothing to take back; within it, what was announced is not what came
+		t.digests = t.digests[:min(i, len(t.digests))]
 		t.chain = extend(nil, t.chain, t.tail)
 	}
 	key := Key{t.version, t.chain}
