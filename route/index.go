@@ -1,9 +1,10 @@
 package route
 
-import "math/bits"
+import (
+	"math/bits"
 
-// Digest is a block's place in the hash chain of a prompt: it stands for the block and all before it.
-type Digest = [32]byte
+	"baton/kvcache"
+)
 
 // Index remembers which prefixes each engine was given. A prefix is its chain of digests; engines are
 // small numbers that the caller assigns and may reuse after Forget.
@@ -14,7 +15,7 @@ type Digest = [32]byte
 // collector need not walk.
 type Index struct {
 	limit   int
-	table   map[Digest]int32
+	table   map[kvcache.Digest]int32
 	nodes   []node
 	owners  []uint64 // words bits a node: the engines that hold it
 	words   int
@@ -24,7 +25,7 @@ type Index struct {
 }
 
 type node struct {
-	digest     Digest
+	digest     kvcache.Digest
 	parent     int32 // the digest before it; none for the first
 	prev, next int32 // by recency, towards the more and the less recent
 }
@@ -42,7 +43,7 @@ func NewIndex(limit int) *Index {
 	if limit <= 0 {
 		limit = DefaultEntries
 	}
-	x := &Index{limit: limit, table: make(map[Digest]int32), words: 1, free: none}
+	x := &Index{limit: limit, table: make(map[kvcache.Digest]int32), words: 1, free: none}
 	x.nodes = append(x.nodes, node{parent: none, prev: root, next: root})
 	x.owners = append(x.owners, 0)
 	return x
@@ -53,7 +54,7 @@ func (x *Index) Len() int { return len(x.table) }
 
 // Match sets depths[e] to the number of leading digests of chain that engine e holds, for every e in
 // [0, len(depths)).
-func (x *Index) Match(chain []Digest, depths []int) {
+func (x *Index) Match(chain []kvcache.Digest, depths []int) {
 	clear(depths)
 	deepest := x.known(chain)
 	if deepest == 0 || len(depths) == 0 {
@@ -73,7 +74,7 @@ func (x *Index) Match(chain []Digest, depths []int) {
 }
 
 // known is the length of the leading part of chain that the index holds.
-func (x *Index) known(chain []Digest) int {
+func (x *Index) known(chain []kvcache.Digest) int {
 	low, high := 0, len(chain)
 	for low < high {
 		mid := int(uint(low+high+1) / 2)
@@ -88,7 +89,7 @@ func (x *Index) known(chain []Digest) int {
 
 // newcomer is the length of the longest part of chain, all of it known, whose end is owned by an engine
 // that was not seen yet; 0 when there is none.
-func (x *Index) newcomer(chain []Digest) int {
+func (x *Index) newcomer(chain []kvcache.Digest) int {
 	low, high := 0, len(chain)
 	for low < high {
 		mid := int(uint(low+high+1) / 2)
@@ -116,7 +117,7 @@ func (x *Index) ownersOf(n int32) []uint64 {
 
 // Record notes that engine was given the prefix that chain spells. It forgets the least recently
 // recorded digests beyond the limit, and of a chain longer than the limit it keeps the start.
-func (x *Index) Record(engine int, chain []Digest) {
+func (x *Index) Record(engine int, chain []kvcache.Digest) {
 	x.widen(engine/64 + 1)
 	chain = chain[:min(len(chain), x.limit)]
 	known := x.known(chain)

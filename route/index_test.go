@@ -7,11 +7,13 @@ import (
 	"testing"
 
 	"pgregory.net/rapid"
+
+	"baton/kvcache"
 )
 
 // chain spells a prefix: equal leading arguments give equal leading digests.
-func chain(blocks ...int) []Digest {
-	out := make([]Digest, len(blocks))
+func chain(blocks ...int) []kvcache.Digest {
+	out := make([]kvcache.Digest, len(blocks))
 	h := uint64(1)
 	for i, b := range blocks {
 		h = h*1_000_003 + uint64(b) + 1
@@ -21,7 +23,7 @@ func chain(blocks ...int) []Digest {
 	return out
 }
 
-func depths(x *Index, engines int, c []Digest) []int {
+func depths(x *Index, engines int, c []kvcache.Digest) []int {
 	d := make([]int, engines)
 	x.Match(c, d)
 	return d
@@ -33,7 +35,7 @@ func TestMatchFindsEachEnginesOwnDepth(t *testing.T) {
 	x.Record(1, chain(1, 2, 9))
 	x.Record(70, chain(1))
 	for _, c := range []struct {
-		prompt       []Digest
+		prompt       []kvcache.Digest
 		zero, one, z int
 	}{
 		{chain(1, 2, 3, 4, 5), 4, 2, 1},
@@ -80,7 +82,7 @@ func TestLeastRecentIsForgottenFromTheEnd(t *testing.T) {
 	x.Record(0, chain(1, 2)) // now 3 is the oldest, then 7, 6, 5
 	x.Record(0, chain(9, 9))
 	for _, c := range []struct {
-		prompt []Digest
+		prompt []kvcache.Digest
 		want   int
 	}{{chain(1, 2, 3), 2}, {chain(5, 6, 7), 2}, {chain(9, 9), 2}} {
 		if got := depths(x, 1, c.prompt)[0]; got != c.want {
@@ -96,14 +98,14 @@ func TestLeastRecentIsForgottenFromTheEnd(t *testing.T) {
 // model is the index written the obvious way: a list of digests by recency.
 type model struct {
 	limit  int
-	recent []Digest // most recent first
-	owners map[Digest]map[int]bool
+	recent []kvcache.Digest // most recent first
+	owners map[kvcache.Digest]map[int]bool
 }
 
-func (m *model) record(e int, c []Digest) {
+func (m *model) record(e int, c []kvcache.Digest) {
 	c = c[:min(len(c), m.limit)]
 	for _, d := range slices.Backward(c) {
-		m.recent = slices.DeleteFunc(m.recent, func(o Digest) bool { return o == d })
+		m.recent = slices.DeleteFunc(m.recent, func(o kvcache.Digest) bool { return o == d })
 		m.recent = slices.Insert(m.recent, 0, d)
 		if m.owners[d] == nil {
 			m.owners[d] = map[int]bool{}
@@ -121,12 +123,12 @@ func (m *model) forget(e int) {
 	for d, o := range m.owners {
 		if delete(o, e); len(o) == 0 {
 			delete(m.owners, d)
-			m.recent = slices.DeleteFunc(m.recent, func(x Digest) bool { return x == d })
+			m.recent = slices.DeleteFunc(m.recent, func(x kvcache.Digest) bool { return x == d })
 		}
 	}
 }
 
-func (m *model) depth(e int, c []Digest) int {
+func (m *model) depth(e int, c []kvcache.Digest) int {
 	for i, d := range c {
 		if !m.owners[d][e] {
 			return i
@@ -138,9 +140,9 @@ func (m *model) depth(e int, c []Digest) int {
 func TestIndexAgreesWithItsModel(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		limit := rapid.IntRange(1, 12).Draw(t, "limit")
-		x, m := NewIndex(limit), &model{limit: limit, owners: map[Digest]map[int]bool{}}
+		x, m := NewIndex(limit), &model{limit: limit, owners: map[kvcache.Digest]map[int]bool{}}
 		engines := []int{0, 1, 63, 64, 130}
-		prompt := rapid.Map(rapid.SliceOfN(rapid.IntRange(0, 2), 0, 5), func(b []int) []Digest { return chain(b...) })
+		prompt := rapid.Map(rapid.SliceOfN(rapid.IntRange(0, 2), 0, 5), func(b []int) []kvcache.Digest { return chain(b...) })
 		t.Repeat(map[string]func(*rapid.T){
 			"record": func(t *rapid.T) {
 				e, c := rapid.SampledFrom(engines).Draw(t, "engine"), prompt.Draw(t, "prompt")
@@ -171,7 +173,7 @@ func TestIndexAgreesWithItsModel(t *testing.T) {
 func BenchmarkIndex(b *testing.B) {
 	for _, blocks := range []int{32, 1024} {
 		x := NewIndex(1 << 18)
-		prompts := make([][]Digest, 4096/blocks*8)
+		prompts := make([][]kvcache.Digest, 4096/blocks*8)
 		for i := range prompts {
 			ids := make([]int, blocks)
 			for j := range ids {

@@ -62,6 +62,10 @@ func newMessage(h Header) Message {
 		return new(TPBroadcast)
 	case HeaderKVHandoffComplete:
 		return new(KVHandoffComplete)
+	case HeaderStatusRequest:
+		return new(StatusRequest)
+	case HeaderStatusReply:
+		return new(StatusReply)
 	}
 	return &Unknown{Of: h}
 }
@@ -123,6 +127,10 @@ func (h Header) String() string {
 		return "TPBroadcast"
 	case HeaderKVHandoffComplete:
 		return "KVHandoffComplete"
+	case HeaderStatusRequest:
+		return "StatusRequest"
+	case HeaderStatusReply:
+		return "StatusReply"
 	case HeaderUnread:
 		return "unread"
 	}
