@@ -73,7 +73,8 @@ func (d DType) Quantised() bool { return dtypes[d].elements > 1 }
 func (d DType) RowBytes(n int) int { return n / dtypes[d].elements * dtypes[d].byteSize }
 
 // Tensor is a named view of bytes that somebody else owns (a file's memory map, or a test's slice).
-// Shape is row-major, outermost first: a linear layer's weight is [out, in].
+// Shape is row-major, outermost first: a linear layer's weight is [out, in]. Data is little-endian and
+// read-only; it need not be aligned to the element size, because old safetensors files are not.
 type Tensor struct {
 	Name  string
 	DType DType
@@ -81,14 +82,22 @@ type Tensor struct {
 	Data  []byte
 }
 
+// Elements is the product of all dimensions; 1 for a scalar, whose Shape is empty.
+func (t Tensor) Elements() int { return t.Rows() * t.Cols() }
+
 // Rows is the product of all dimensions but the last.
 func (t Tensor) Rows() int {
 	n := 1
-	for _, d := range t.Shape[:len(t.Shape)-1] {
-		n *= d
+	for i := 0; i < len(t.Shape)-1; i++ {
+		n *= t.Shape[i]
 	}
 	return n
 }
 
-// Cols is the last dimension.
-func (t Tensor) Cols() int { return t.Shape[len(t.Shape)-1] }
+// Cols is the last dimension; 1 for a scalar.
+func (t Tensor) Cols() int {
+	if len(t.Shape) == 0 {
+		return 1
+	}
+	return t.Shape[len(t.Shape)-1]
+}
