@@ -1,0 +1,240 @@
+package layout
+
+import (
+	"fmt"
+	"math"
+)
+
+// Geometry is the KV cache of a whole model. A rank's block is [layer][plane][head][token][dim] over the
+// layers and heads that it holds, one contiguous run of bytes.
+type Geometry struct {
+	BlockSize    int // tokens a block
+	Layers       int
+	KVHeads      int
+	HeadDim      int
+	Planes       int // 2: keys and values; 1: a latent cache
+	ElementBytes int
+}
+
+func (g Geometry) validate() error {
+	bytes := int64(1)
+	for _, f := range [...]struct {
+		name  string
+		value int
+	}{
+		{"BlockSize", g.BlockSize}, {"Layers", g.Layers}, {"KVHeads", g.KVHeads}, {"HeadDim", g.HeadDim},
+		{"Planes", g.Planes}, {"ElementBytes", g.ElementBytes},
+	} {
+		if f.value < 1 {
+			return fmt.Errorf("layout: %s is %d; it must be at least 1", f.name, f.value)
+		}
+		if int64(f.value) > math.MaxInt32/bytes {
+			return fmt.Errorf("layout: a block of %+v is larger than %d bytes", g, math.MaxInt32)
+		}
+		bytes *= int64(f.value)
+	}
+	return nil
+}
+
+// Holding is the part of every block that one rank holds: Layers from Layer on, Heads from Head on.
+// Ranks with equal holdings are replicas.
+type Holding struct {
+	Layer, Layers int
+	Head, Heads   int
+}
+
+// Holdings tells what the ranks of an engine hold, in the order of Shard.Group. stages are the layers of
+// each pipeline stage and add up to all of them. With more ranks than heads a head is replicated.
+func (g Geometry) Holdings(tp int, stages []int) ([]Holding, error) {
+	if err := g.validate(); err != nil {
+		return nil, err
+	}
+	if tp < 1 || g.KVHeads%tp != 0 && tp%g.KVHeads != 0 {
+		return nil, fmt.Errorf("layout: %d KV heads cannot be split evenly over, or replicated to, tp = %d ranks", g.KVHeads, tp)
+	}
+	heads := max(g.KVHeads/tp, 1)
+	var holdings []Holding
+	layer := 0
+	for p, n := range stages {
+		if n < 1 {
+			return nil, fmt.Errorf("layout: pipeline stage %d has %d layers; it needs at least 1", p, n)
+		}
+		for t := range tp {
+			holdings = append(holdings, Holding{Layer: layer, Layers: n, Head: t * g.KVHeads / tp, Heads: heads})
+		}
+		layer += n
+	}
+	if layer != g.Layers {
+		return nil, fmt.Errorf("layout: the stages %v hold %d layers in all; the model has %d", stages, layer, g.Layers)
+	}
+	return holdings, nil
+}
+
+// EvenStages splits layers over pp stages, as evenly as they go.
+func EvenStages(layers, pp int) ([]int, error) {
+	if pp < 1 || pp > layers {
+		return nil, fmt.Errorf("layout: pp = %d; it must be in [1, %d], the number of layers", pp, layers)
+	}
+	stages := make([]int, pp)
+	for p := range stages {
+		stages[p] = (p+1)*layers/pp - p*layers/pp
+	}
+	return stages, nil
+}
+
+// BlockBytes is the size of one block on a rank.
+func (g Geometry) BlockBytes(h Holding) int64 {
+	return int64(h.Layers) * int64(g.Planes) * int64(h.Heads) * g.headBytes()
+}
+
+// headBytes is the contiguous run of one head of one plane of one layer.
+func (g Geometry) headBytes() int64 {
+	return int64(g.BlockSize) * int64(g.HeadDim) * int64(g.ElementBytes)
+}
+
+// offset is where a layer's plane's head starts in a rank's block.
+func (g Geometry) offset(h Holding, layer, plane, head int) int64 {
+	return int64(((layer-h.Layer)*g.Planes+plane)*h.Heads+head-h.Head) * g.headBytes()
+}
+
+// Run is one contiguous copy, from an offset in the source's block to one in the destination's.
+type Run struct{ Src, Dst, Len int64 }
+
+// Leg is what one source rank gives one destination rank of every block.
+type Leg struct {
+	Src, Dst           int   // places in the two lists of holdings
+	SrcBlock, DstBlock int64 // bytes of a block on either rank
+	Runs               []Run
+}
+
+// Template says how blocks of one layout become blocks of another. It is compiled once for a pair of
+// engines; a request supplies the block lists. Every byte of a destination block is written exactly once.
+type Template struct {
+	Legs []Leg // by destination, then by source
+}
+
+// CoverageError says that the sources do not hold what a destination needs, or hold it twice in parts
+// that are not replicas.
+type CoverageError struct {
+	Dst         int // the destination rank
+	Layer, Head int // the first one at fault, counted over the whole model
+	Sources     int // how many sources would write it
+}
+
+func (e *CoverageError) Error() string {
+	return fmt.Sprintf("layout: layer %d, head %d of destination rank %d comes from %d source ranks; it must be exactly one",
+		e.Layer, e.Head, e.Dst, e.Sources)
+}
+
+// Compile plans the copies from every source rank to every destination rank. Of replicas the first is
+// read. The error tells an impossible holding or is a *CoverageError.
+func Compile(g Geometry, src, dst []Holding) (*Template, error) {
+	if err := g.validate(); err != nil {
+		return nil, err
+	}
+	for _, side := range [...]struct {
+		name     string
+		holdings []Holding
+	}{{"source", src}, {"destination", dst}} {
+		for rank, h := range side.holdings {
+			if h.Layer < 0 || h.Head < 0 || h.Layers < 1 || h.Heads < 1 ||
+				h.Layers > g.Layers-h.Layer || h.Heads > g.KVHeads-h.Head {
+				return nil, fmt.Errorf("layout: %s rank %d holds %+v of a model with %d layers and %d KV heads",
+					side.name, rank, h, g.Layers, g.KVHeads)
+			}
+		}
+	}
+	seen := map[Holding]bool{}
+	var readable []int // source ranks without later replicas
+	for rank, h := range src {
+		if !seen[h] {
+			seen[h] = true
+			readable = append(readable, rank)
+		}
+	}
+	t := &Template{}
+	for to, want := range dst {
+		var parts []Holding
+		for _, from := range readable {
+			part, ok := intersect(src[from], want)
+			if !ok {
+				continue
+			}
+			parts = append(parts, part)
+			t.Legs = append(t.Legs, Leg{
+				Src: from, Dst: to, SrcBlock: g.BlockBytes(src[from]), DstBlock: g.BlockBytes(want),
+				Runs: g.runs(src[from], want, part),
+			})
+		}
+		if err := covers(to, want, parts); err != nil {
+			return nil, err
+		}
+	}
+	return t, nil
+}
+
+func intersect(a, b Holding) (Holding, bool) {
+	layer, head := max(a.Layer, b.Layer), max(a.Head, b.Head)
+	h := Holding{
+		Layer: layer, Layers: min(a.Layer+a.Layers, b.Layer+b.Layers) - layer,
+		Head: head, Heads: min(a.Head+a.Heads, b.Head+b.Heads) - head,
+	}
+	return h, h.Layers > 0 && h.Heads > 0
+}
+
+// runs lists the copies of part, merging those that touch on both sides.
+func (g Geometry) runs(src, dst, part Holding) []Run {
+	var runs []Run
+	n := int64(part.Heads) * g.headBytes()
+	for layer := part.Layer; layer < part.Layer+part.Layers; layer++ {
+		for plane := range g.Planes {
+			r := Run{Src: g.offset(src, layer, plane, part.Head), Dst: g.offset(dst, layer, plane, part.Head), Len: n}
+			if i := len(runs) - 1; i >= 0 && runs[i].Src+runs[i].Len == r.Src && runs[i].Dst+runs[i].Len == r.Dst {
+				runs[i].Len += n
+				continue
+			}
+			runs = append(runs, r)
+		}
+	}
+	return runs
+}
+
+func covers(rank int, want Holding, parts []Holding) error {
+	for layer := want.Layer; layer < want.Layer+want.Layers; layer++ {
+		for head := want.Head; head < want.Head+want.Heads; head++ {
+			n := 0
+			for _, p := range parts {
+				if layer >= p.Layer && layer < p.Layer+p.Layers && head >= p.Head && head < p.Head+p.Heads {
+					n++
+				}
+			}
+			if n != 1 {
+				return &CoverageError{Dst: rank, Layer: layer, Head: head, Sources: n}
+			}
+		}
+	}
+	return nil
+}
+
+// Copy moves Len bytes from offset Src of the source rank's pool to offset Dst of the destination's.
+type Copy struct{ Src, Dst, Len int64 }
+
+// Apply appends the copies that bring srcBlocks[i] of the source rank to dstBlocks[i] of the destination
+// rank. Copies that touch on both sides are merged: with equal layouts, a run of neighbouring blocks is
+// one copy. The lists are equally long and hold no negative id.
+func (l *Leg) Apply(copies []Copy, srcBlocks, dstBlocks []int32) []Copy {
+	first := len(copies)
+	for i, from := range srcBlocks {
+		src, dst := int64(from)*l.SrcBlock, int64(dstBlocks[i])*l.DstBlock
+		for _, r := range l.Runs {
+			c := Copy{Src: src + r.Src, Dst: dst + r.Dst, Len: r.Len}
+			if last := len(copies) - 1; last >= first && copies[last].Src+copies[last].Len == c.Src &&
+				copies[last].Dst+copies[last].Len == c.Dst {
+				copies[last].Len += c.Len
+				continue
+			}
+			copies = append(copies, c)
+		}
+	}
+	return copies
+}
