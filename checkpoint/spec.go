@@ -21,7 +21,7 @@ type Spec struct {
 	TiedHead     bool // the output head is the embedding table
 
 	BOS int32   // -1 when there is none
-	EOS []int32 // ids that end a generation; may be empty
+	EOS []int32 // ids that end a generation, all within the vocabulary; may be empty
 
 	WeightType tensor.DType // the type of most weight bytes; tells --kv-dtype auto what to pick
 }

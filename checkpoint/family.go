@@ -1,0 +1,89 @@
+package checkpoint
+
+import (
+	"strings"
+)
+
+// family is what sets one line of models apart from the others, beyond its numbers.
+type family struct {
+	name         string // also GGUF's general.architecture and config.json's model_type
+	architecture string // the class that config.json names
+	qkvBias      bool   // query, key and value have biases whatever attention_bias says
+	qkNorm       bool
+	headDim      int  // when config.json has none; 0 derives it from the hidden size
+	interleaved  bool // GGUF stores query and key rows for interleaved RoPE
+}
+
+var families = []family{
+	{name: "llama", architecture: "LlamaForCausalLM", interleaved: true},
+	{name: "qwen2", architecture: "Qwen2ForCausalLM", qkvBias: true},
+	{name: "qwen3", architecture: "Qwen3ForCausalLM", qkNorm: true, headDim: 128},
+}
+
+// findFamily looks a family up by the name that field holds.
+func findFamily(field, name string) (family, error) {
+	known := make([]string, len(families))
+	for i, f := range families {
+		if f.name == name {
+			return f, nil
+		}
+		known[i] = f.name
+	}
+	return family{}, unsupported(field, "family %q is not supported; supported: %s", name, strings.Join(known, ", "))
+}
+
+// The most that a checkpoint may claim of itself: well over any model, well under where products overflow.
+const (
+	maxLayers    = 1 << 12
+	maxHeads     = 1 << 14
+	maxHeadDim   = 1 << 14
+	maxWidth     = 1 << 24
+	maxVocab     = 1 << 26
+	maxPositions = 1 << 30
+)
+
+// check holds every number against its bounds, so that later code may multiply them.
+func (s *Spec) check() error {
+	for _, f := range []struct {
+		what       string
+		value, max int
+	}{
+		{"vocabulary size", s.VocabSize, maxVocab},
+		{"hidden size", s.HiddenSize, maxWidth},
+		{"number of layers", s.Layers, maxLayers},
+		{"number of attention heads", s.Heads, maxHeads},
+		{"number of key/value heads", s.KVHeads, maxHeads},
+		{"head dimension", s.HeadDim, maxHeadDim},
+		{"intermediate size", s.Intermediate, maxWidth},
+		{"longest sequence", s.MaxPositions, maxPositions},
+	} {
+		if f.value < 1 || f.value > f.max {
+			return malformed(f.what, "is %d; it must lie in 1 to %d", f.value, f.max)
+		}
+	}
+	if s.Heads%s.KVHeads != 0 {
+		return malformed("number of key/value heads", "is %d, which does not divide the %d attention heads", s.KVHeads, s.Heads)
+	}
+	if !(s.NormEps > 0 && s.NormEps < 1) {
+		return malformed("RMSNorm epsilon", "is %g; it must lie between 0 and 1", s.NormEps)
+	}
+	return nil
+}
+
+// keepIDs sets the special ids, dropping those outside the vocabulary: no step could produce them.
+func (s *Spec) keepIDs(bos []int64, eos ...[]int64) {
+	s.BOS, s.EOS = -1, nil
+	inside := func(id int64) bool { return id >= 0 && id < int64(s.VocabSize) }
+	if len(bos) > 0 && inside(bos[0]) {
+		s.BOS = int32(bos[0])
+	}
+	seen := make(map[int64]bool)
+	for _, ids := range eos {
+		for _, id := range ids {
+			if inside(id) && !seen[id] {
+				seen[id] = true
+				s.EOS = append(s.EOS, int32(id))
+			}
+		}
+	}
+}
