@@ -1,22 +1,20 @@
 // Package transfer moves bytes between the KV pools of two engines. Subpackages are backends; each is a
 // Puller (the destination reads) or a Pusher (the source writes). A backend never decides when memory
 // may be reused: it reports, and handoff decides.
+//
+// A Memory belongs to whoever made it and outlives the endpoints on it. A backend never touches a byte
+// of it outside the copies and ranges that it was given.
 package transfer
 
 import (
 	"context"
 	"errors"
+	"fmt"
 	"time"
 )
 
-// Memory is a region that transfers read and write: a KV pool, outside the Go heap, shareable with
-// other processes through its descriptor (a memfd).
-type Memory struct {
-	Data []byte
-	FD   int
-}
-
-// Copy moves Len bytes from offset Src of the source's memory to offset Dst of the destination's.
+// Copy moves Len bytes from offset Src of the source's memory to offset Dst of the destination's. The
+// copies of one transfer must not overlap at the destination.
 type Copy struct {
 	Src, Dst, Len int64
 }
@@ -62,7 +60,7 @@ type Endpoint interface {
 // Puller is a backend whose destination reads.
 type Puller interface {
 	Endpoint
-	// Export lets whoever shows the capability read the given ranges, until Revoke.
+	// Export lets whoever shows the capability (1 to 256 bytes) read the given ranges, until Revoke.
 	Export(handoff uint64, capability []byte, ranges []Range) error
 	// Revoke refuses further reads and reports whether none is under way any more. While it reports false
 	// the memory must stay; ask again.
@@ -83,9 +81,27 @@ type Pusher interface {
 // Range is a run of bytes of a Memory.
 type Range struct{ Off, Len int64 }
 
-// Errors that callers tell apart.
+// Errors that callers tell apart. Cancel and a cancelled context are context.Canceled.
 var (
 	ErrPeerLost = errors.New("transfer: peer lost")
-	ErrRefused  = errors.New("transfer: peer refused the capability")
+	ErrRefused  = errors.New("transfer: peer refused")
 	ErrTimeout  = errors.New("transfer: timed out")
+	ErrClosed   = errors.New("transfer: endpoint closed")
 )
+
+// Error says which transfer failed. It wraps the reason, which may be one of the errors above.
+type Error struct {
+	Op   string // "tcp pull", "shm export": backend and operation
+	Peer string // the other end's address; empty when there is none
+	Err  error
+}
+
+func (e *Error) Error() string {
+	if e.Peer == "" {
+		return fmt.Sprintf("%s: %v", e.Op, e.Err)
+	}
+	return fmt.Sprintf("%s with %s: %v", e.Op, e.Peer, e.Err)
+}
+
+// Unwrap returns the reason.
+func (e *Error) Unwrap() error { return e.Err }
