@@ -1,0 +1,192 @@
+package frontend
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"runtime/debug"
+	"strconv"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+)
+
+// routes maps the endpoints. A known path with another method and an unknown path have JSON answers too.
+func (s *Server) routes() http.Handler {
+	mux := http.NewServeMux()
+	route := func(method, path string, f func(*exchange) error) {
+		mux.HandleFunc(method+" "+path, s.handle(path, f))
+		mux.HandleFunc(path, s.handle(path, func(x *exchange) error {
+			x.w.Header().Set("Allow", method)
+			return &apiError{
+				status: http.StatusMethodNotAllowed, kind: typeInvalid,
+				message: fmt.Sprintf("%s takes %s, not %s", path, method, x.r.Method),
+			}
+		}))
+	}
+	route("POST", "/v1/chat/completions", s.chatCompletions)
+	route("POST", "/v1/completions", s.completions)
+	route("POST", "/tokenize", s.tokenize)
+	route("POST", "/detokenize", s.detokenize)
+	route("GET", "/v1/models", s.models)
+	route("GET", "/v1/models/{model...}", s.model)
+	mux.HandleFunc("/", s.handle("other", func(x *exchange) error {
+		return &apiError{
+			status: http.StatusNotFound, kind: typeInvalid, code: "unknown_url",
+			message: "no such endpoint: " + x.r.Method + " " + x.r.URL.Path,
+		}
+	}))
+	// These two answer while the server shuts down.
+	mux.HandleFunc("GET /health", s.health)
+	mux.Handle("GET /metrics", promhttp.HandlerFor(s.cfg.Registry, promhttp.HandlerOpts{}))
+	return mux
+}
+
+// exchange is one request and its answer. It belongs to the handler's goroutine.
+type exchange struct {
+	s   *Server
+	w   http.ResponseWriter
+	r   *http.Request
+	rc  *http.ResponseController
+	ctx context.Context // ends with the client's connection, and with the server
+	id  string
+
+	began    bool      // headers are sent
+	deadline time.Time // of writes, as last set
+	summary  []any     // what the log line says beside the outcome
+}
+
+// handle wraps an endpoint: counting, logging, errors, cancellation.
+func (s *Server) handle(endpoint string, f func(*exchange) error) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
+		start := time.Now()
+		ctx, cancel := context.WithCancelCause(r.Context())
+		defer cancel(nil)
+		defer context.AfterFunc(s.ctx, func() { cancel(context.Cause(s.ctx)) })()
+		x := &exchange{s: s, w: w, r: r, rc: http.NewResponseController(w), ctx: ctx, id: randomID()}
+		w.Header().Set("X-Request-Id", x.id)
+		var err error
+		if s.begin() {
+			defer s.end()
+			s.metrics.inFlight.WithLabelValues(endpoint).Inc()
+			defer s.metrics.inFlight.WithLabelValues(endpoint).Dec()
+			err = x.call(f)
+		} else {
+			err = errShuttingDown
+		}
+		x.finish(endpoint, start, err)
+	}
+}
+
+// call runs f; a panic is an internal error of this request alone.
+func (x *exchange) call(f func(*exchange) error) (err error) {
+	defer func() {
+		if p := recover(); p != nil {
+			x.s.log.Error("panic in a request", "id", x.id, "panic", p, "stack", string(debug.Stack()))
+			err = errInternal
+		}
+	}()
+	return f(x)
+}
+
+// finish sends the error, if any, and accounts for the request.
+func (x *exchange) finish(endpoint string, start time.Time, err error) {
+	status := http.StatusOK
+	attrs := append([]any{"id", x.id, "endpoint", endpoint}, x.summary...)
+	if err != nil {
+		e := toAPIError(x.ctx, err)
+		status = e.status
+		attrs = append(attrs, "error", err)
+		switch {
+		case status == statusClientClosed:
+		case x.began:
+			_ = x.event(e.appendJSON(nil))
+		default:
+			e.write(x.w)
+		}
+	}
+	took := time.Since(start)
+	x.s.metrics.requests.WithLabelValues(endpoint, strconv.Itoa(status)).Inc()
+	attrs = append(attrs, "status", status, "seconds", took.Seconds())
+	if status >= http.StatusInternalServerError {
+		x.s.log.Error("request failed", attrs...)
+	} else {
+		x.s.log.Info("request", attrs...)
+	}
+}
+
+// body reads the request's body within the limits.
+func (x *exchange) body() ([]byte, error) {
+	limit := x.s.cfg.Limits.MaxBody
+	// Writers that know no deadlines (tests, wrappers) go without.
+	_ = x.rc.SetReadDeadline(time.Now().Add(x.s.cfg.ReadTimeout))
+	// The deadline must not outlast the body: it would end the wait for the client's disconnection.
+	defer func() { _ = x.rc.SetReadDeadline(time.Time{}) }()
+	b, err := io.ReadAll(http.MaxBytesReader(x.w, x.r.Body, limit))
+	var tooLarge *http.MaxBytesError
+	switch {
+	case errors.As(err, &tooLarge):
+		return nil, &apiError{
+			status: http.StatusRequestEntityTooLarge, kind: typeInvalid, code: "request_too_large",
+			message: fmt.Sprintf("the body is larger than %d bytes", limit),
+		}
+	case err != nil && x.ctx.Err() == nil:
+		return nil, &apiError{status: http.StatusBadRequest, kind: typeInvalid, message: "the body could not be read whole"}
+	}
+	return b, err
+}
+
+// json answers with a whole body.
+func (x *exchange) json(body []byte) error {
+	x.extendDeadline()
+	x.began = true
+	writeJSON(x.w, http.StatusOK, body)
+	return nil
+}
+
+// extendDeadline gives the client WriteTimeout from now to read. It is renewed once a second at most.
+func (x *exchange) extendDeadline() {
+	deadline := time.Now().Add(x.s.cfg.WriteTimeout)
+	if deadline.Sub(x.deadline) > time.Second {
+		x.deadline = deadline
+		_ = x.rc.SetWriteDeadline(deadline)
+	}
+}
+
+// beginEvents sends the headers of a stream.
+func (x *exchange) beginEvents() {
+	x.began = true
+	h := x.w.Header()
+	h.Set("Content-Type", "text/event-stream")
+	h.Set("Cache-Control", "no-cache")
+	h.Set("X-Accel-Buffering", "no") // proxies must not collect the events
+	x.w.WriteHeader(http.StatusOK)
+}
+
+// event sends one server-sent event at once.
+func (x *exchange) event(data []byte) error {
+	b := make([]byte, 0, len(data)+8)
+	b = append(append(append(b, "data: "...), data...), "\n\n"...)
+	if err := x.write(b); err != nil {
+		return err
+	}
+	return x.flush()
+}
+
+// write queues bytes of a stream; flush sends them.
+func (x *exchange) write(b []byte) error {
+	x.extendDeadline()
+	if _, err := x.w.Write(b); err != nil {
+		return errClientGone
+	}
+	return nil
+}
+
+func (x *exchange) flush() error {
+	if err := x.rc.Flush(); err != nil && !errors.Is(err, http.ErrNotSupported) {
+		return errClientGone
+	}
+	return nil
+}

@@ -1,0 +1,205 @@
+package frontend
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"maps"
+	"net/http"
+	"slices"
+	"time"
+
+	"baton/wire"
+)
+
+func (s *Server) chatCompletions(x *exchange) error {
+	body, err := x.body()
+	if err != nil {
+		return err
+	}
+	req, err := parseChat(body, &s.cfg.Limits, s.cfg.Tokenizer != nil)
+	if err != nil {
+		return err
+	}
+	if err := s.admit(&req.params, x.r.Header); err != nil {
+		return err
+	}
+	g, err := s.chatGeneration(x.ctx, req)
+	if err != nil {
+		return err
+	}
+	return s.answer(x, g, "chatcmpl-")
+}
+
+func (s *Server) completions(x *exchange) error {
+	body, err := x.body()
+	if err != nil {
+		return err
+	}
+	req, err := parseCompletion(body, &s.cfg.Limits, s.cfg.Tokenizer != nil)
+	if err != nil {
+		return err
+	}
+	if err := s.admit(&req.params, x.r.Header); err != nil {
+		return err
+	}
+	g, err := s.completionGeneration(req)
+	if err != nil {
+		return err
+	}
+	return s.answer(x, g, "cmpl-")
+}
+
+// admit checks the model's name and takes the session from the headers.
+func (s *Server) admit(p *params, h http.Header) error {
+	if err := s.checkModel(p.model); err != nil {
+		return err
+	}
+	return p.sessionFrom(h)
+}
+
+// checkModel accepts the served name, and none.
+func (s *Server) checkModel(name string) error {
+	if name == "" || name == s.cfg.Model {
+		return nil
+	}
+	return &apiError{
+		status: http.StatusNotFound, kind: typeInvalid, param: "model", code: "model_not_found",
+		message: "the model `" + name + "` does not exist; this server has `" + s.cfg.Model + "`",
+	}
+}
+
+// answer runs a generation and answers it, whole or as a stream.
+func (s *Server) answer(x *exchange, g *generation, idPrefix string) error {
+	a := &answer{
+		generation: g, tok: s.tok, id: idPrefix + x.id, model: s.cfg.Model, created: time.Now().Unix(),
+		choices: newChoices(g, s.tok),
+	}
+	var err error
+	if g.stream {
+		err = s.stream(x, a)
+	} else if err = s.run(x.ctx, a, func(*choice, bool) error { return nil }); err == nil {
+		err = x.json(a.appendWhole(nil))
+	}
+	u := a.usage()
+	x.summary = append(x.summary, "choices", len(a.choices), "stream", g.stream,
+		"prompt_tokens", u.prompt, "cached_tokens", u.cached, "completion_tokens", u.completion)
+	return err
+}
+
+// stream answers with one event a result, each sent at once unless another result waits already.
+func (s *Server) stream(x *exchange, a *answer) error {
+	head := a.appendHead([]byte("data: "))
+	var buf []byte
+	err := s.run(x.ctx, a, func(c *choice, more bool) error {
+		if !x.began {
+			x.beginEvents()
+		}
+		buf = buf[:0]
+		if a.chat && !c.announced {
+			buf = append(a.appendRole(append(buf, head...), c), "\n\n"...)
+			c.announced = true
+		}
+		if !c.idle() {
+			buf = append(a.appendChunk(append(buf, head...), c), "\n\n"...)
+			c.sent()
+		}
+		if err := x.write(buf); err != nil || more {
+			return err
+		}
+		return x.flush()
+	})
+	if err != nil {
+		return err
+	}
+	buf = buf[:0]
+	if a.includeUsage {
+		buf = append(append(buf, head...), `],"usage":`...)
+		buf = append(a.usage().append(buf), "}\n\n"...)
+	}
+	if err := x.write(append(buf, "data: [DONE]\n\n"...)); err != nil {
+		return err
+	}
+	return x.flush()
+}
+
+func (s *Server) models(x *exchange) error {
+	b := s.appendModel([]byte(`{"object":"list","data":[`))
+	return x.json(append(b, "]}"...))
+}
+
+func (s *Server) model(x *exchange) error {
+	if name := x.r.PathValue("model"); name != s.cfg.Model {
+		return s.checkModel(name)
+	}
+	return x.json(s.appendModel(nil))
+}
+
+func (s *Server) appendModel(b []byte) []byte {
+	b = append(b, `{"id":`...)
+	b = appendString(b, s.cfg.Model)
+	b = append(b, `,"object":"model","created":`...)
+	b = appendInt(b, s.started.Unix())
+	b = append(b, `,"owned_by":"baton","max_model_len":`...)
+	if s.cfg.Limits.MaxModelLen > 0 {
+		b = appendInt(b, s.cfg.Limits.MaxModelLen)
+	} else {
+		b = append(b, "null"...)
+	}
+	return append(b, '}')
+}
+
+// healthTimeout bounds the wait for the backend's word.
+const healthTimeout = 2 * time.Second
+
+// health is 200 while requests can be served, otherwise 503 with the reason.
+func (s *Server) health(w http.ResponseWriter, r *http.Request) {
+	ctx, cancel := context.WithTimeout(r.Context(), healthTimeout)
+	defer cancel()
+	status, err := s.backend.Status(ctx)
+	switch {
+	case s.isDraining():
+		writeHealth(w, "shutting down", nil)
+	case err != nil:
+		s.log.Warn("no status from the backend", "error", err)
+		writeHealth(w, "the coordinator does not answer", nil)
+	case !status.Ready:
+		writeHealth(w, status.Reason, status)
+	default:
+		writeHealth(w, "", status)
+	}
+}
+
+// writeHealth answers with the number of engines of each role and, when it is not empty, what is wrong.
+func writeHealth(w http.ResponseWriter, wrong string, status *wire.StatusReply) {
+	code := http.StatusOK
+	b := []byte(`{"status":"ok"`)
+	if wrong != "" {
+		code = http.StatusServiceUnavailable
+		b = appendString([]byte(`{"status":"unavailable","reason":`), wrong)
+	}
+	if status != nil {
+		counts := map[string]int{}
+		for _, e := range status.Engines {
+			if !e.Draining {
+				counts[e.Role]++
+			}
+		}
+		b = append(b, `,"engines":{`...)
+		for i, role := range slices.Sorted(maps.Keys(counts)) {
+			if i > 0 {
+				b = append(b, ',')
+			}
+			b = appendInt(append(appendString(b, role), ':'), counts[role])
+		}
+		b = append(b, '}')
+	}
+	writeJSON(w, code, append(b, '}'))
+}
+
+// randomID is 24 hexadecimal digits.
+func randomID() string {
+	var b [12]byte
+	_, _ = rand.Read(b[:]) // never fails
+	return hex.EncodeToString(b[:])
+}

@@ -1,0 +1,218 @@
+package frontend
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"sync"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+)
+
+// Config says what to serve. Backend and Model are required.
+type Config struct {
+	// Backend runs the requests.
+	Backend Backend
+	// Tokenizer is the model's; nil serves token ids only.
+	Tokenizer Tokenizer
+	// Model is the name that clients ask for.
+	Model string
+	// Limits bound what a request may ask for; zero fields have defaults.
+	Limits Limits
+	// DrainTimeout is how long Run lets running requests finish once its context has ended (default 30 s).
+	DrainTimeout time.Duration
+	// WriteTimeout ends a stream whose client has read nothing for so long (default 60 s).
+	WriteTimeout time.Duration
+	// ReadTimeout bounds the reading of one request (default 60 s).
+	ReadTimeout time.Duration
+	// Logger gets a line a request; nil discards them.
+	Logger *slog.Logger
+	// Registry gets the server's metrics and is what /metrics shows; nil makes one.
+	Registry *prometheus.Registry
+}
+
+// Limits bound one request.
+type Limits struct {
+	MaxBody     int64 // bytes of a body; default 64 MiB
+	MaxDepth    int   // nesting of its JSON; default 64
+	MaxChoices  int   // answers: prompts times n; default 1024
+	MaxLogprobs int   // alternatives a token; default 20
+	VocabSize   int   // ids of a prompt are below it; 0 leaves the check to the backend
+	MaxModelLen int   // tokens of prompt and answer; 0 leaves the check to the backend
+}
+
+func (l *Limits) setDefaults() {
+	def := func(v *int, d int) {
+		if *v == 0 {
+			*v = d
+		}
+	}
+	if l.MaxBody == 0 {
+		l.MaxBody = 64 << 20
+	}
+	def(&l.MaxDepth, 64)
+	def(&l.MaxChoices, 1024)
+	def(&l.MaxLogprobs, 20)
+}
+
+func (c *Config) setDefaults() error {
+	switch {
+	case c.Backend == nil:
+		return errors.New("frontend: Config.Backend is missing")
+	case c.Model == "":
+		return errors.New("frontend: Config.Model is missing: clients ask for the model by name")
+	case c.Limits.MaxBody < 0, c.Limits.MaxDepth < 0, c.Limits.MaxChoices < 0, c.Limits.MaxLogprobs < 0,
+		c.Limits.VocabSize < 0, c.Limits.MaxModelLen < 0:
+		return fmt.Errorf("frontend: Config.Limits has a negative field: %+v", c.Limits)
+	case c.DrainTimeout < 0, c.WriteTimeout < 0, c.ReadTimeout < 0:
+		return errors.New("frontend: Config has a negative timeout")
+	}
+	c.Limits.setDefaults()
+	def := func(v *time.Duration, d time.Duration) {
+		if *v == 0 {
+			*v = d
+		}
+	}
+	def(&c.DrainTimeout, 30*time.Second)
+	def(&c.WriteTimeout, time.Minute)
+	def(&c.ReadTimeout, time.Minute)
+	if c.Logger == nil {
+		c.Logger = slog.New(slog.DiscardHandler)
+	}
+	if c.Registry == nil {
+		c.Registry = prometheus.NewRegistry()
+	}
+	return nil
+}
+
+// Server answers HTTP requests. Run serves a listener; a program with a server of its own uses Handler
+// and calls Shutdown.
+type Server struct {
+	cfg     Config
+	backend Backend
+	tok     Tokenizer
+	log     *slog.Logger
+	metrics *metrics
+	started time.Time
+	handler http.Handler
+
+	// Requests run under ctx; cancel ends them all.
+	ctx    context.Context
+	cancel context.CancelCauseFunc
+
+	mu       sync.Mutex
+	draining bool // no request begins any more
+	running  sync.WaitGroup
+}
+
+// New checks cfg and makes a server. Its metrics are registered once; a second server needs another
+// registry.
+func New(cfg Config) (*Server, error) {
+	if err := cfg.setDefaults(); err != nil {
+		return nil, err
+	}
+	s := &Server{cfg: cfg, backend: cfg.Backend, tok: cfg.Tokenizer, log: cfg.Logger, started: time.Now()}
+	if s.tok == nil {
+		s.tok = idTokenizer{}
+	}
+	var err error
+	if s.metrics, err = newMetrics(cfg.Registry); err != nil {
+		return nil, fmt.Errorf("frontend: registering metrics: %w", err)
+	}
+	s.ctx, s.cancel = context.WithCancelCause(context.Background())
+	s.handler = s.routes()
+	return s, nil
+}
+
+// Handler serves the endpoints.
+func (s *Server) Handler() http.Handler { return s.handler }
+
+// begin counts a request in, unless the server is shutting down. end counts it out.
+func (s *Server) begin() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.draining {
+		return false
+	}
+	s.running.Add(1)
+	return true
+}
+
+func (s *Server) end() { s.running.Done() }
+
+func (s *Server) isDraining() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.draining
+}
+
+// headerTimeout is how long a client may take to send a request's headers, idleTimeout how long it may
+// keep a connection that it does not use.
+const (
+	headerTimeout = 15 * time.Second
+	idleTimeout   = 2 * time.Minute
+)
+
+// Run serves ln until ctx ends, then shuts down within about Config.DrainTimeout. It closes ln. It
+// returns nil after a shutdown, otherwise why serving failed.
+func (s *Server) Run(ctx context.Context, ln net.Listener) error {
+	srv := &http.Server{
+		Handler:           s.handler,
+		ReadHeaderTimeout: headerTimeout,
+		IdleTimeout:       idleTimeout,
+		ErrorLog:          slog.NewLogLogger(s.log.Handler(), slog.LevelDebug),
+	}
+	failed := make(chan error, 1)
+	go func() { failed <- srv.Serve(ln) }()
+	var err error
+	select {
+	case err = <-failed:
+		s.stop(context.WithoutCancel(ctx), 0, srv)
+		return fmt.Errorf("frontend: serving %s: %w", ln.Addr(), err)
+	case <-ctx.Done():
+	}
+	s.stop(context.WithoutCancel(ctx), s.cfg.DrainTimeout, srv)
+	<-failed
+	return nil
+}
+
+// stop shuts both servers down, giving running requests so long to finish.
+func (s *Server) stop(ctx context.Context, drain time.Duration, srv *http.Server) {
+	ctx, cancel := context.WithTimeout(ctx, drain)
+	defer cancel()
+	var closing sync.WaitGroup
+	closing.Go(func() { _ = s.Shutdown(ctx) })
+	// Answers that Shutdown cuts short still have to be written.
+	late, cancelLate := context.WithTimeout(context.WithoutCancel(ctx), drain+5*time.Second)
+	defer cancelLate()
+	if err := srv.Shutdown(late); err != nil {
+		_ = srv.Close()
+	}
+	closing.Wait()
+}
+
+// Shutdown refuses new requests and waits for those that run; when ctx ends first, it ends them and
+// returns ctx's error. No request runs once it has returned. The server cannot be used again.
+func (s *Server) Shutdown(ctx context.Context) error {
+	s.mu.Lock()
+	s.draining = true
+	s.mu.Unlock()
+	idle := make(chan struct{})
+	go func() {
+		s.running.Wait()
+		close(idle)
+	}()
+	var err error
+	select {
+	case <-idle:
+	case <-ctx.Done():
+		err = ctx.Err()
+	}
+	s.cancel(errShuttingDown)
+	<-idle
+	return err
+}

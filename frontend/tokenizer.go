@@ -1,0 +1,74 @@
+package frontend
+
+import (
+	"context"
+	"errors"
+	"strconv"
+	"strings"
+)
+
+// Tokenizer turns text into token ids and back. It is safe for concurrent use.
+type Tokenizer interface {
+	// Encode returns the ids of a prompt that the client wrote as it is: special tokens spelled out in it
+	// become special. addSpecial adds what the model expects around a text (usually BOS).
+	Encode(text string, addSpecial bool) ([]int32, error)
+	// RenderChat applies the chat template and returns the ids of the result. Special tokens spelled out
+	// in message contents stay text. Errors are the request's fault and readable by its sender.
+	RenderChat(ctx context.Context, chat *Chat) ([]int32, error)
+	// Decode is the text of ids; skipSpecial leaves special tokens out.
+	Decode(ids []int32, skipSpecial bool) string
+	// TokenBytes is what id stands for: a special token's name, otherwise raw bytes, not always UTF-8.
+	TokenBytes(id int32) []byte
+	// NewDetokenizer starts an incremental Decode.
+	NewDetokenizer(skipSpecial bool) Detokenizer
+}
+
+// Detokenizer decodes one sequence as it grows. It is used by one goroutine.
+type Detokenizer interface {
+	// Push returns the text that id completes; never a part of a character.
+	Push(id int32) string
+	// Flush returns what is left at the end, replacement characters included.
+	Flush() string
+}
+
+// Chat is what a chat template is rendered from. Values are JSON as the client sent it, members in
+// their order, except that content parts are joined to a string and tool-call arguments are objects.
+type Chat struct {
+	Messages             []byte // array of objects
+	Tools                []byte // array of objects; nil for none
+	Documents            []byte // likewise
+	Kwargs               []byte // object: further variables of the template; nil for none
+	AddGenerationPrompt  bool
+	ContinueFinalMessage bool // the answer goes on with the last message
+
+	generationPrompt *bool // add_generation_prompt as given
+}
+
+var errNoTokenizer = errors.New("this model is served without a tokenizer: send the prompt as token ids to /v1/completions")
+
+// idTokenizer stands in for a model that has no tokenizer: the text of token N is "token_id:N".
+type idTokenizer struct{}
+
+const tokenIDPrefix = "token_id:"
+
+func (idTokenizer) Encode(string, bool) ([]int32, error) { return nil, errNoTokenizer }
+
+func (idTokenizer) RenderChat(context.Context, *Chat) ([]int32, error) { return nil, errNoTokenizer }
+
+func (t idTokenizer) Decode(ids []int32, _ bool) string {
+	var b strings.Builder
+	for _, id := range ids {
+		b.Write(t.TokenBytes(id))
+	}
+	return b.String()
+}
+
+func (idTokenizer) TokenBytes(id int32) []byte {
+	return strconv.AppendInt([]byte(tokenIDPrefix), int64(id), 10)
+}
+
+func (t idTokenizer) NewDetokenizer(bool) Detokenizer { return t }
+
+func (t idTokenizer) Push(id int32) string { return string(t.TokenBytes(id)) }
+
+func (idTokenizer) Flush() string { return "" }
