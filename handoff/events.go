@@ -1,0 +1,180 @@
+package handoff
+
+import (
+	"time"
+
+	"baton/kvcache"
+	"baton/layout"
+	"baton/wire"
+)
+
+// Event is what happened: one of the types below.
+type Event interface{ event() }
+
+// Retain keeps a prompt's KV for a decode engine. The Core owns the table from now on.
+type Retain struct {
+	ID         uint64 // of the request
+	Table      *kvcache.Table
+	Tokens     int    // whose KV the export offers; at most Table.Len()
+	Capability []byte // shown by whoever reads; drawn at random by the engine
+	// Lease bounds how long an export waits for its Release; 0: for ever.
+	Lease time.Duration
+}
+
+// Opened answers one OpenExport.
+type Opened struct {
+	Handoff uint64
+	Rank    int
+	Err     error // nil: the rank's blocks can be read
+}
+
+// Push starts sending to a decode engine that is ready. Template leads from this engine's layout to
+// that engine's.
+type Push struct {
+	Message  *wire.SendKV
+	Template *layout.Template
+}
+
+// Release ends an export: its reader is done, or will never come. Unknown ones are ignored, so it may be
+// repeated.
+type Release struct{ ID, Handoff uint64 }
+
+// Revoked answers one Revoke.
+type Revoked struct {
+	Handoff  uint64
+	Rank     int
+	Quiesced bool // nothing reads the blocks any more
+}
+
+// Import brings a request whose KV lies on another engine. One whose ID is being imported already is
+// ignored.
+type Import struct {
+	Message *wire.SubmitRequestWithKV
+	// Version is that of the weights that made the KV.
+	Version uint64
+	// Capacity is the most tokens whose KV the request will ever hold here.
+	Capacity int
+	// Template leads from the source's layout to this engine's.
+	Template *layout.Template
+}
+
+// Expected answers one Expect.
+type Expected struct {
+	Transfer uint64
+	Tag      []byte
+	Err      error // nil: the rank's receive is prepared
+}
+
+// Settled tells how a transfer ended: well (no Err), badly with nothing in flight any more (Err and Safe),
+// or badly with bytes that may still be read or written (Err alone). The last kind is settled a second
+// time, once it is safe.
+type Settled struct {
+	Transfer uint64
+	Err      error
+	Safe     bool
+	Bytes    int64 // moved
+}
+
+// Abort cancels a request, whatever its state here. Unknown ones are ignored.
+type Abort struct{ ID uint64 }
+
+// Abandon aborts everything, with nobody left to tell: the link to the other side is gone for good.
+type Abandon struct{}
+
+// Poll makes time pass. Step it every few hundred milliseconds at least, and whenever tables were closed
+// outside the Core, since an import may have waited for their blocks.
+type Poll struct{}
+
+func (Retain) event()   {}
+func (Opened) event()   {}
+func (Push) event()     {}
+func (Release) event()  {}
+func (Revoked) event()  {}
+func (Import) event()   {}
+func (Expected) event() {}
+func (Settled) event()  {}
+func (Abort) event()    {}
+func (Abandon) event()  {}
+func (Poll) event()     {}
+
+// Action is an order to the engine: one of the types below. Transfers have numbers, under which their
+// events come back. An order about a rank is carried out on that rank, after all earlier ones about it.
+type Action interface{ action() }
+
+// Range is a run of bytes of a rank's pool.
+type Range struct{ Off, Len int64 }
+
+// OpenExport lets whoever shows the capability read the ranges of a rank. Answer with Opened.
+type OpenExport struct {
+	Handoff    uint64
+	Rank       int
+	Capability []byte
+	Ranges     []Range
+}
+
+// Offer ends the prefill leg: the request's reply carries the export.
+type Offer struct {
+	ID     uint64
+	Export *wire.Export
+}
+
+// StartPush writes copies from a rank to the peer. Its end is a Settled.
+type StartPush struct {
+	Transfer uint64
+	Rank     int
+	Peer     []byte // the peer rank's transport description
+	Tag      []byte
+	Copies   []layout.Copy
+}
+
+// Revoke stops an export on a rank. Answer with Revoked.
+type Revoke struct {
+	Handoff uint64
+	Rank    int
+}
+
+// StartPull reads copies from the peer into a rank. Its end is a Settled.
+type StartPull struct {
+	Transfer   uint64
+	Rank       int
+	Peer       []byte // the peer rank's transport description
+	Handoff    uint64
+	Capability []byte
+	Copies     []layout.Copy
+}
+
+// Expect prepares a rank to receive into the ranges. Answer with Expected; its end is a Settled.
+type Expect struct {
+	Transfer uint64
+	Rank     int
+	Ranges   []Range
+}
+
+// Cancel asks a transfer to stop. Its end is a Settled all the same.
+type Cancel struct{ Transfer uint64 }
+
+// Recheck asks whether a transfer that settled unsafely has become safe. If so, answer with Settled.
+type Recheck struct{ Transfer uint64 }
+
+// Admit gives a request whose KV is complete to the scheduler, which owns the table from now on.
+type Admit struct {
+	Message *wire.SubmitRequestWithKV
+	Table   *kvcache.Table
+	Arrived time.Time
+	// Stats has Transfer, BlocksMoved, BlocksReused and BytesMoved; Handoff is the time until now.
+	Stats wire.Stats
+}
+
+// Send gives the other side a message: KVTransferReady, KVReadDone, RequestError or RequestAborted.
+type Send struct{ Message wire.Message }
+
+func (OpenExport) action() {}
+func (Offer) action()      {}
+func (StartPush) action()  {}
+func (Revoke) action()     {}
+func (StartPull) action()  {}
+func (Expect) action()     {}
+func (Cancel) action()     {}
+func (Recheck) action()    {}
+func (Admit) action()      {}
+func (Send) action()       {}

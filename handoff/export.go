@@ -1,0 +1,269 @@
+package handoff
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"time"
+
+	"baton/kvcache"
+	"baton/layout"
+	"baton/wire"
+)
+
+// export is a prompt's KV from Retain until nobody can read it any more.
+type export struct {
+	handoff, id uint64
+	pin         *kvcache.Pin
+	tokens      int
+	capability  []byte
+	expires     time.Time // zero: never
+
+	opening   int    // ranks that have not answered OpenExport
+	releasing bool   // only waiting until it is quiesced
+	readable  []bool // ranks that may still be read; empty where sources push
+	pushes    []*leg // not safe yet
+	aborted   bool   // the other side waits for a RequestAborted
+	silent    bool
+}
+
+func (c *Core) retain(e Retain) {
+	if e.Tokens < 1 || e.Tokens > e.Table.Len() {
+		e.Table.Close()
+		c.fail(e.ID, wire.CodeInternal, true, "an export of %d tokens of %d that are computed", e.Tokens, e.Table.Len())
+		return
+	}
+	c.lastHandoff++
+	x := &export{
+		handoff: c.lastHandoff, id: e.ID, pin: e.Table.Pin(c.pool.BlocksFor(e.Tokens)), tokens: e.Tokens,
+		capability: e.Capability,
+	}
+	e.Table.Close()
+	if e.Lease > 0 {
+		x.expires = c.now.Add(e.Lease)
+	}
+	c.exports = append(c.exports, x)
+	if c.config.Push {
+		c.offer(x)
+		return
+	}
+	x.opening = len(c.config.BlockBytes)
+	x.readable = make([]bool, x.opening)
+	for rank := range x.readable {
+		x.readable[rank] = true
+		c.act(OpenExport{Handoff: x.handoff, Rank: rank, Capability: x.capability, Ranges: c.ranges(rank, x.pin.Blocks())})
+	}
+}
+
+// ranges are the bytes of blocks on a rank, neighbours merged.
+func (c *Core) ranges(rank int, blocks []int32) []Range {
+	size := c.config.BlockBytes[rank]
+	var ranges []Range
+	for _, id := range blocks {
+		off := int64(id) * size
+		if i := len(ranges) - 1; i >= 0 && ranges[i].Off+ranges[i].Len == off {
+			ranges[i].Len += size
+			continue
+		}
+		ranges = append(ranges, Range{Off: off, Len: size})
+	}
+	return ranges
+}
+
+func (c *Core) offer(x *export) {
+	c.stats.Exported++
+	c.act(Offer{ID: x.id, Export: &wire.Export{
+		Handoff: x.handoff, Capability: x.capability, Blocks: slices.Clone(x.pin.Blocks()), Tokens: x.tokens,
+	}})
+}
+
+func (c *Core) export(handoff uint64) *export {
+	i, ok := slices.BinarySearchFunc(c.exports, handoff, func(x *export, h uint64) int { return cmp.Compare(x.handoff, h) })
+	if !ok {
+		return nil
+	}
+	return c.exports[i]
+}
+
+func (c *Core) opened(e Opened) {
+	x := c.export(e.Handoff)
+	if x == nil || x.releasing || x.opening == 0 {
+		return
+	}
+	if e.Err != nil {
+		c.fail(x.id, wire.CodeInternal, true, "its KV cannot be offered: %v", e.Err)
+		c.release(x)
+		return
+	}
+	if x.opening--; x.opening == 0 {
+		c.offer(x)
+	}
+}
+
+// push starts the transfers to a decode engine that is ready. An engine that waits for a push which can
+// never come is told so, through the failure of the request.
+func (c *Core) push(e Push) {
+	m := e.Message
+	x := c.export(m.Handoff)
+	if x == nil || x.id != m.ID || x.releasing {
+		c.fail(m.ID, wire.CodeUnavailable, true, "its KV is not held any more (handoff %d)", m.Handoff)
+		return
+	}
+	tags, err := unpackTags(m.Tag)
+	if err == nil {
+		err = c.checkPush(x, e, len(tags))
+	}
+	if err != nil {
+		c.fail(m.ID, wire.CodeInternal, true, "its KV cannot be sent: %v", err)
+		return
+	}
+	from := x.pin.Blocks()[m.CachedBlocks:]
+	for i := range e.Template.Legs {
+		t := &e.Template.Legs[i]
+		l := c.newLeg(leg{rank: t.Src, export: x, deadline: c.now.Add(c.config.Timeout)})
+		x.pushes = append(x.pushes, l)
+		c.act(StartPush{
+			Transfer: l.transfer, Rank: t.Src, Peer: m.Ranks[t.Dst].Transport, Tag: tags[t.Dst],
+			Copies: t.Apply(nil, from, m.Blocks),
+		})
+	}
+}
+
+func (c *Core) checkPush(x *export, e Push, tags int) error {
+	m := e.Message
+	if !c.config.Push {
+		return fmt.Errorf("this engine's transport does not push")
+	}
+	offered := len(x.pin.Blocks())
+	if m.CachedBlocks < 0 || m.CachedBlocks > offered || len(m.Blocks) != offered-m.CachedBlocks {
+		return fmt.Errorf("%d blocks cached and %d to receive do not make the %d offered", m.CachedBlocks, len(m.Blocks), offered)
+	}
+	if tags != len(m.Ranks) {
+		return fmt.Errorf("%d tags for %d ranks", tags, len(m.Ranks))
+	}
+	if err := checkBlocks(m.Blocks); err != nil {
+		return err
+	}
+	return checkTemplate(e.Template, len(c.config.BlockBytes), len(m.Ranks))
+}
+
+func checkBlocks(blocks []int32) error {
+	for i, id := range blocks {
+		if id < 0 {
+			return fmt.Errorf("block %d of the list is %d", i, id)
+		}
+	}
+	return nil
+}
+
+func checkTemplate(t *layout.Template, sources, destinations int) error {
+	if t == nil {
+		return fmt.Errorf("the layouts of the two engines do not fit together")
+	}
+	for _, l := range t.Legs {
+		if l.Src >= sources || l.Dst >= destinations {
+			return fmt.Errorf("a copy from rank %d to rank %d, but there are %d and %d ranks", l.Src, l.Dst, sources, destinations)
+		}
+	}
+	return nil
+}
+
+func (c *Core) pushSettled(l *leg, e Settled) {
+	x := l.export
+	c.stats.BytesMoved += uint64(max(e.Bytes, 0))
+	if e.Err != nil && !l.failed {
+		l.failed = true
+		if !x.releasing {
+			c.fail(x.id, wire.CodeUnavailable, true, "sending its KV failed: %v", e.Err)
+		}
+	}
+	if !l.unsafe || e.Err == nil || e.Safe {
+		x.pushes = slices.DeleteFunc(x.pushes, func(o *leg) bool { return o == l })
+		c.settleRelease(x)
+	}
+}
+
+func (c *Core) released(e Release) {
+	if x := c.export(e.Handoff); x != nil && x.id == e.ID {
+		c.release(x)
+	}
+}
+
+// release revokes an export. Its blocks are free once every rank says that nothing reads them, and every
+// push has come to an end.
+func (c *Core) release(x *export) {
+	if x.releasing {
+		return
+	}
+	x.releasing = true
+	for rank := range x.readable {
+		c.act(Revoke{Handoff: x.handoff, Rank: rank})
+	}
+	c.settleRelease(x)
+}
+
+func (c *Core) revoked(e Revoked) {
+	x := c.export(e.Handoff)
+	if x == nil || !x.releasing || e.Rank < 0 || e.Rank >= len(x.readable) || !e.Quiesced {
+		return
+	}
+	x.readable[e.Rank] = false
+	c.settleRelease(x)
+}
+
+func (c *Core) settleRelease(x *export) {
+	if !x.releasing || len(x.pushes) > 0 || slices.Contains(x.readable, true) {
+		return
+	}
+	x.pin.Release()
+	c.exports = slices.DeleteFunc(c.exports, func(o *export) bool { return o == x })
+	c.retry = true
+	if x.aborted && !x.silent {
+		c.act(Send{&wire.RequestAborted{ID: x.id, SourceSafe: true}})
+	}
+}
+
+func (c *Core) abortExports(id uint64) {
+	for _, x := range slices.Clone(c.exports) {
+		if x.id != id || x.releasing {
+			continue
+		}
+		x.aborted = true
+		for _, l := range x.pushes {
+			c.act(Cancel{l.transfer})
+		}
+		c.release(x)
+	}
+}
+
+func (c *Core) pollExports() {
+	for _, x := range slices.Clone(c.exports) {
+		for _, l := range x.pushes {
+			if l.unsafe {
+				c.act(Recheck{l.transfer})
+			} else if !l.deadline.IsZero() && !c.now.Before(l.deadline) {
+				l.deadline = time.Time{}
+				c.act(Cancel{l.transfer})
+			}
+		}
+		switch {
+		case x.releasing:
+			for rank, readable := range x.readable {
+				if readable {
+					c.act(Revoke{Handoff: x.handoff, Rank: rank})
+				}
+			}
+		case !x.expires.IsZero() && !c.now.Before(x.expires):
+			c.release(x)
+		}
+	}
+}
+
+// fail ends a request with an error.
+func (c *Core) fail(id uint64, code string, sourceSafe bool, format string, args ...any) {
+	c.stats.Failed++
+	c.act(Send{&wire.RequestError{
+		ID: id, Code: code, Message: fmt.Sprintf("request %d: "+format, append([]any{id}, args...)...),
+		Retryable: code == wire.CodeUnavailable, SourceSafe: sourceSafe,
+	}})
+}

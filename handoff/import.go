@@ -1,0 +1,282 @@
+package handoff
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"baton/kvcache"
+	"baton/layout"
+	"baton/wire"
+)
+
+// importing is a request from its arrival until it is admitted, or, when it fails, until no transfer can
+// touch its blocks any more.
+type importing struct {
+	message  *wire.SubmitRequestWithKV
+	tokens   []int32 // whose KV comes from the source
+	digests  []kvcache.Digest
+	version  uint64
+	capacity int
+	template *layout.Template
+	arrived  time.Time
+
+	table     *kvcache.Table // once it is moving
+	reused    int            // leading blocks that were cached
+	began     time.Time
+	legs      []*leg   // that have not come to a safe end
+	tags      [][]byte // of each rank, where sources push
+	preparing int      // ranks that have not answered Expect
+	bytes     int64
+
+	pin    *kvcache.Pin // of a quarantine
+	owes   bool         // in quarantine: KVReadDone is due when it ends
+	silent bool
+}
+
+func (m *importing) id() uint64 { return m.message.ID }
+
+func (c *Core) submit(e Import) {
+	id := e.Message.ID
+	same := func(m *importing) bool { return m.id() == id }
+	if slices.ContainsFunc(c.queue, same) || slices.ContainsFunc(c.moving, same) {
+		return
+	}
+	m := &importing{message: e.Message, version: e.Version, capacity: e.Capacity, template: e.Template, arrived: c.now}
+	if err := c.checkImport(m); err != nil {
+		c.fail(id, wire.CodeInternal, true, "its KV cannot be imported: %v", err)
+		return
+	}
+	m.digests = kvcache.Chain(kvcache.Root(e.Message.Salt, ""), c.pool.BlockSize(), m.tokens)
+	c.queue = append(c.queue, m)
+	c.retry = true
+}
+
+// checkImport also finds the tokens: the prompt and all that was generated, but for the last one, which
+// has not been through the model.
+func (c *Core) checkImport(m *importing) error {
+	source := &m.message.Source
+	tokens := len(m.message.Prompt) + len(m.message.Generated) - 1
+	if len(m.message.Generated) == 0 || source.Export.Tokens != tokens || tokens < 1 {
+		return fmt.Errorf("the source holds %d tokens; %d prompt and %d generated ones, of which the last has no KV, were named",
+			source.Export.Tokens, len(m.message.Prompt), len(m.message.Generated))
+	}
+	m.tokens = append(slices.Clone([]int32(m.message.Prompt)), m.message.Generated[:len(m.message.Generated)-1]...)
+	if want := c.pool.BlocksFor(tokens); len(source.Export.Blocks) != want {
+		return fmt.Errorf("the source offers %d blocks for %d tokens; with %d tokens a block it must be %d",
+			len(source.Export.Blocks), tokens, c.pool.BlockSize(), want)
+	}
+	if err := checkBlocks(source.Export.Blocks); err != nil {
+		return err
+	}
+	return checkTemplate(m.template, len(source.Ranks), len(c.config.BlockBytes))
+}
+
+// startQueued starts what can start, first come, first served. An import that lacks blocks holds back all
+// behind it; one whose prefix is on its way steps aside for them.
+func (c *Core) startQueued() {
+	waiting := c.queue
+	c.queue = nil
+	for i, m := range waiting {
+		table, err := c.pool.Open(kvcache.OpenRequest{
+			Version: m.version, Root: kvcache.Root(m.message.Salt, ""), Prompt: m.tokens, Digests: m.digests,
+			Capacity: m.capacity, WholePrompt: true, Owner: m.id(),
+		})
+		switch {
+		case err == nil:
+			m.table = table
+			c.start(m)
+		case errors.Is(err, kvcache.ErrPending):
+			c.queue = append(c.queue, m)
+		case errors.Is(err, kvcache.ErrNoCapacity):
+			c.queue = append(c.queue, waiting[i:]...)
+			return
+		default:
+			c.failOpen(m, err)
+		}
+	}
+}
+
+func (c *Core) failOpen(m *importing, err error) {
+	var capacity *kvcache.CapacityError
+	if errors.As(err, &capacity) && errors.Is(err, kvcache.ErrNeverFits) {
+		c.fail(m.id(), wire.CodeInvalid, true, "it needs %d KV blocks of %d tokens; the decode engine has %d",
+			capacity.Need, c.pool.BlockSize(), capacity.Have)
+		return
+	}
+	c.fail(m.id(), wire.CodeInternal, true, "its KV cannot be imported: %v", err)
+}
+
+// start moves what is not cached. When everything is, nothing moves and nobody is asked to push: the
+// import is complete.
+func (c *Core) start(m *importing) {
+	m.began = c.now
+	m.reused = m.table.Cached() / c.pool.BlockSize()
+	c.moving = append(c.moving, m)
+	source := &m.message.Source
+	from := source.Export.Blocks[m.reused:]
+	to := m.table.Blocks()[m.reused:len(source.Export.Blocks)]
+	if len(from) == 0 {
+		c.complete(m)
+		return
+	}
+	if c.config.Push {
+		m.preparing = len(c.config.BlockBytes)
+		m.tags = make([][]byte, m.preparing)
+		for rank := range m.tags {
+			l := c.addLeg(m, rank)
+			c.act(Expect{Transfer: l.transfer, Rank: rank, Ranges: c.ranges(rank, to)})
+		}
+		return
+	}
+	for i := range m.template.Legs {
+		t := &m.template.Legs[i]
+		l := c.addLeg(m, t.Dst)
+		c.act(StartPull{
+			Transfer: l.transfer, Rank: t.Dst, Peer: source.Ranks[t.Src].Transport,
+			Handoff: source.Export.Handoff, Capability: source.Export.Capability, Copies: t.Apply(nil, from, to),
+		})
+	}
+}
+
+func (c *Core) addLeg(m *importing, rank int) *leg {
+	l := c.newLeg(leg{rank: rank, imported: m})
+	m.legs = append(m.legs, l)
+	return l
+}
+
+// expected collects the ranks' tags; the source may push when it has all of them.
+func (c *Core) expected(e Expected) {
+	l := c.transfers[e.Transfer]
+	if l == nil || l.imported == nil || l.imported.pin != nil {
+		return
+	}
+	m := l.imported
+	if e.Err != nil {
+		c.settled(Settled{Transfer: e.Transfer, Err: e.Err, Safe: true})
+		return
+	}
+	if m.preparing == 0 || m.tags[l.rank] != nil {
+		return
+	}
+	m.tags[l.rank] = e.Tag
+	if m.preparing--; m.preparing > 0 {
+		return
+	}
+	blocks := m.table.Blocks()[m.reused:len(m.message.Source.Export.Blocks)]
+	c.act(Send{&wire.KVTransferReady{
+		ID: m.id(), CachedBlocks: m.reused, Blocks: slices.Clone(blocks), Tag: packTags(m.tags),
+	}})
+}
+
+// importSettled aggregates the ranks: an import is complete when all are done, and fails with the first
+// that does.
+func (c *Core) importSettled(l *leg, e Settled) {
+	m := l.imported
+	if e.Err == nil || e.Safe {
+		m.legs = slices.DeleteFunc(m.legs, func(o *leg) bool { return o == l })
+	}
+	if m.pin != nil {
+		c.leaveQuarantine(m)
+		return
+	}
+	m.bytes += max(e.Bytes, 0)
+	switch {
+	case e.Err != nil:
+		safe := c.drop(m)
+		c.fail(m.id(), wire.CodeUnavailable, safe, "moving its KV from %s failed: %v", m.message.Source.Engine, e.Err)
+	case len(m.legs) == 0:
+		c.complete(m)
+	}
+}
+
+// complete admits an import whose KV is in place. The source can be released now, however long the
+// scheduler takes to find room.
+func (c *Core) complete(m *importing) {
+	c.unmove(m)
+	m.table.Commit(m.tokens[m.table.Cached():])
+	moved := len(m.message.Source.Export.Blocks) - m.reused
+	c.stats.Imported++
+	c.stats.BlocksMoved += uint64(moved)
+	c.stats.BlocksReused += uint64(m.reused)
+	c.stats.BytesMoved += uint64(m.bytes)
+	c.act(Send{&wire.KVReadDone{ID: m.id()}})
+	c.act(Admit{Message: m.message, Table: m.table, Arrived: m.arrived, Stats: wire.Stats{
+		Transfer: c.now.Sub(m.began).Seconds(), Handoff: c.now.Sub(m.arrived).Seconds(),
+		BlocksMoved: moved, BlocksReused: m.reused, BytesMoved: m.bytes,
+	}})
+	c.retry = true
+}
+
+func (c *Core) unmove(m *importing) {
+	c.moving = slices.DeleteFunc(c.moving, func(o *importing) bool { return o == m })
+}
+
+// drop gives up an import that is in no queue any more, and reports whether the source is safe from it.
+// Blocks that a transfer may still write go into quarantine.
+func (c *Core) drop(m *importing) (sourceSafe bool) {
+	if m.table == nil {
+		return true
+	}
+	c.unmove(m)
+	c.retry = true
+	if len(m.legs) == 0 {
+		m.table.Close()
+		return true
+	}
+	for _, l := range m.legs {
+		if !l.unsafe {
+			c.act(Cancel{l.transfer})
+		}
+	}
+	m.pin = m.table.Pin(len(m.table.Blocks()))
+	m.table.Close()
+	// A source that pushes knows by itself when its blocks are safe; one that is read must be told.
+	m.owes = !c.config.Push
+	c.quarantined = append(c.quarantined, m)
+	return !m.owes
+}
+
+func (c *Core) leaveQuarantine(m *importing) {
+	if len(m.legs) > 0 {
+		return
+	}
+	m.pin.Release()
+	c.quarantined = slices.DeleteFunc(c.quarantined, func(o *importing) bool { return o == m })
+	c.retry = true
+	if m.owes && !m.silent {
+		c.act(Send{&wire.KVReadDone{ID: m.id()}})
+	}
+}
+
+func (c *Core) abortImport(id uint64) {
+	same := func(m *importing) bool { return m.id() == id }
+	if i := slices.IndexFunc(c.queue, same); i >= 0 {
+		c.queue = slices.Delete(c.queue, i, i+1)
+		c.act(Send{&wire.RequestAborted{ID: id, SourceSafe: true}})
+		c.retry = true
+		return
+	}
+	if i := slices.IndexFunc(c.moving, same); i >= 0 {
+		safe := c.drop(c.moving[i])
+		c.act(Send{&wire.RequestAborted{ID: id, SourceSafe: safe}})
+	}
+}
+
+func (c *Core) pollImports() {
+	for _, m := range slices.Clone(c.moving) {
+		if c.now.Sub(m.began) >= c.config.Timeout {
+			safe := c.drop(m)
+			c.fail(m.id(), wire.CodeUnavailable, safe, "its KV did not arrive from %s within %v",
+				m.message.Source.Engine, c.config.Timeout)
+		}
+	}
+	for _, m := range c.quarantined {
+		for _, l := range m.legs {
+			if l.unsafe {
+				c.act(Recheck{l.transfer})
+			}
+		}
+	}
+}
