@@ -37,10 +37,15 @@ type importing struct {
 
 func (m *importing) id() uint64 { return m.message.ID }
 
+// live reports whether an import of the request is waiting or moving.
+func (c *Core) live(id uint64) bool {
+	same := func(m *importing) bool { return m.id() == id }
+	return slices.ContainsFunc(c.queue, same) || slices.ContainsFunc(c.moving, same)
+}
+
 func (c *Core) submit(e Import) {
 	id := e.Message.ID
-	same := func(m *importing) bool { return m.id() == id }
-	if slices.ContainsFunc(c.queue, same) || slices.ContainsFunc(c.moving, same) {
+	if c.live(id) {
 		return
 	}
 	m := &importing{message: e.Message, version: e.Version, capacity: e.Capacity, template: e.Template, arrived: c.now}
@@ -245,7 +250,8 @@ func (c *Core) leaveQuarantine(m *importing) {
 	m.pin.Release()
 	c.quarantined = slices.DeleteFunc(c.quarantined, func(o *importing) bool { return o == m })
 	c.retry = true
-	if m.owes && !m.silent {
+	// The other side knows requests, not their attempts: a later one that still reads speaks for both.
+	if m.owes && !m.silent && !c.live(m.id()) {
 		c.act(Send{&wire.KVReadDone{ID: m.id()}})
 	}
 }
