@@ -102,7 +102,7 @@ func TestRotateHeads(t *testing.T) {
 func TestSiLUMul(t *testing.T) {
 	const rows, n = 17, 1003
 	g, u := random(5, rows*n), random(6, rows*n)
-	copy(g, []float32{0, -0.0, 100, -100, 200, -200, float32(math.Inf(1)), 1e-30, -88, 88, 1e38, -1e38})
+	copy(g, []float32{0, float32(math.Copysign(0, -1)), 100, -100, 200, -200, float32(math.Inf(1)), 1e-30, -88, 88, 1e38, -1e38})
 	for i := range g[12:] {
 		g[12+i] *= 10
 	}
