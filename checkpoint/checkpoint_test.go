@@ -33,7 +33,7 @@ func open(t *testing.T, path string) *checkpoint.Checkpoint {
 	return c
 }
 
-func write(t *testing.T, path string, data []byte, err error) string {
+func write(t testing.TB, path string, data []byte, err error) string {
 	t.Helper()
 	if err == nil {
 		err = os.WriteFile(path, data, 0o644)
@@ -116,7 +116,7 @@ func tinyTensors(extras ...string) []tensor.Tensor {
 }
 
 // folder writes a checkpoint folder. Maps of weights go into one file.
-func folder(t *testing.T, c config, tensors []tensor.Tensor) string {
+func folder(t testing.TB, c config, tensors []tensor.Tensor) string {
 	t.Helper()
 	dir := t.TempDir()
 	text, err := json.Marshal(map[string]any(c))

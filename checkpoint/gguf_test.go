@@ -201,6 +201,40 @@ func TestGGUFRefusals(t *testing.T) {
 	}
 }
 
+func TestGGUFRopeFactors(t *testing.T) {
+	hf := open(t, folder(t, tinyConfig("llama"), tinyTensors()))
+	data, err := modelfile.FromCheckpoint(hf, tensor.F32)
+	path := write(t, filepath.Join(t.TempDir(), "m.gguf"), data, err)
+	for name, want := range map[string]string{
+		"none of them": "", "a zero": "pair 2 of 3 gets frequency +Inf", "of another head": "rope_freqs: has 3 factors for 2 pairs",
+	} {
+		changed := slices.Clone(data)
+		switch name {
+		case "a zero": // the factors are the file's last tensor: three f32, then padding
+			copy(changed[len(changed)-32+8:], []byte{0, 0, 0, 0})
+		case "of another head":
+			changed, err = modelfile.FromCheckpoint(hf, tensor.F32, modelfile.KV{Key: "llama.rope.dimension_count", Value: uint32(4)})
+		}
+		write(t, path, changed, err)
+		c, err := checkpoint.Open(path)
+		if want == "" && err == nil {
+			err = c.Close()
+		}
+		if want != "" {
+			checkError(t, name, err, tensor.ErrMalformed, want)
+		} else if err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}
+
+func TestSummary(t *testing.T) {
+	c := open(t, ggufModel(t, nil))
+	if got := c.String(); got != "llama, 1 layers, 0.0M parameters, f32 (gguf, 0.0 MB)" {
+		t.Errorf("summary is %q", got)
+	}
+}
+
 // smolLM2 is the real model, when this machine has it: where $BATON_SMOLLM2 says, or in the cache folder.
 func smolLM2(t *testing.T) string {
 	t.Helper()

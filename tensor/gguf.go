@@ -54,7 +54,6 @@ const (
 	ggufDefaultAlignment = 32
 	ggufMaxDims          = 4
 	ggufMaxKey           = 1<<16 - 1
-	ggufMaxEntries       = 1 << 20 // tensors, or metadata keys: ten times what the largest models have
 )
 
 // ggufTypes maps the numbers of GGML's element types to ours.
@@ -144,8 +143,8 @@ func parseGGUF(path string, file []byte) (*GGUF, error) {
 		p.fail(ErrUnsupported, "version", "is %d; 2 and 3 can be read", version)
 	}
 	tensors, pairs := p.count("tensor count", 8+4+4+8), p.count("metadata count", 8+4+1)
-	if tensors > ggufMaxEntries || pairs > ggufMaxEntries {
-		p.fail(ErrMalformed, "tensor count", "is %d, with %d metadata keys; at most %d of each are allowed", tensors, pairs, ggufMaxEntries)
+	if tensors > maxEntries || pairs > maxEntries {
+		p.fail(ErrMalformed, "tensor count", "is %d, with %d metadata keys; at most %d of each are allowed", tensors, pairs, maxEntries)
 	}
 	for i := uint64(0); i < pairs && p.err == nil; i++ {
 		p.pair()

@@ -197,6 +197,9 @@ func (p *safetensorsParser) tensor(name string) error {
 		Offsets *[2]uint64 `json:"data_offsets"`
 	}
 	field := quoteName("tensor", name)
+	if len(p.extents) == maxEntries {
+		return p.bad(field, "is one more than the %d tensors that a file may have", maxEntries)
+	}
 	if err := json.UnmarshalDecode(p.dec, &entry); err != nil {
 		return p.bad(field, "%v", err)
 	}

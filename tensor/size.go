@@ -10,6 +10,10 @@ import (
 // maxRank bounds the dimensions of one tensor; no format in use needs more than a handful.
 const maxRank = 16
 
+// maxEntries bounds the tensors of one file, and a GGUF file's metadata keys. The largest models have a
+// tenth of it; what a header of tiny entries can make us allocate stays below a gigabyte.
+const maxEntries = 1 << 20
+
 // byteSize multiplies a shape out. It reports false when the size overflows an int, or when rows are no
 // whole number of blocks.
 func byteSize(t DType, shape []uint64) (int, bool) {
