@@ -1,0 +1,37 @@
+# The two commands that matter are `make run` and `make test`; `make help` lists the rest.
+export GOTOOLCHAIN := go1.27.3
+export CGO_ENABLED ?= 0
+
+.DEFAULT_GOAL := help
+.PHONY: help build run model test race lint fuzz bench generate clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+build: ## bin/baton, one static binary
+	go build -trimpath -o bin/baton ./cmd/baton
+
+model: ## get SmolLM2-135M-Instruct into the cache, once
+	@scripts/fetch-smollm2 >/dev/null
+
+run: build model ## serve SmolLM2 with prefill and decode apart, ask it a question, stay up
+	@bin/baton serve --model "$$(scripts/fetch-smollm2)" --served-model-name smollm2-135m-instruct \
+	  --ask "What is the capital of France?"
+
+test: build model lint ## everything that must hold, in a few minutes
+	go test ./...
+	$(MAKE) race
+
+race: ## the packages that own goroutines, under the race detector
+	CGO_ENABLED=1 go test -race -short ./coordinator/... ./engine/... ./frontend/... ./handoff/... ./kvcache/... ./route/... ./transfer/... ./wire/...
+
+lint: ## formatting, vet, staticcheck
+	@out=$$(gofmt -l $$(git ls-files '*.go')); if [ -n "$$out" ]; then echo "not gofmt-ed: $$out"; exit 1; fi
+	go vet ./...
+	go tool staticcheck ./...
+
+generate: ## msgpack code and assembly
+	go generate ./...
+
+clean: ## what make build made
+	rm -rf bin

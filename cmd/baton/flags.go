@@ -1,0 +1,68 @@
+package main
+
+import (
+	"fmt"
+	"path/filepath"
+	"strings"
+
+	"github.com/alecthomas/units"
+
+	"baton/checkpoint"
+	"baton/engine"
+	"baton/tensor"
+)
+
+// modelFlags choose a model.
+type modelFlags struct {
+	Model           string `required:"" placeholder:"PATH" help:"Folder with config.json and safetensors, or a .gguf file."`
+	ServedModelName string `placeholder:"NAME" help:"Name by which clients ask for the model. Default: the last element of --model."`
+}
+
+func (f modelFlags) name() string {
+	if f.ServedModelName != "" {
+		return f.ServedModelName
+	}
+	return filepath.Base(filepath.Clean(f.Model))
+}
+
+// engineFlags size an engine.
+type engineFlags struct {
+	Transfer    string    `aliases:"disagg-kv-transport-backend" enum:"shm,tcp,tcp-push" default:"shm" help:"How KV moves from prefill to decode: shm (one host), tcp (decode reads), tcp-push (prefill writes)."`
+	BlockSize   int       `default:"32" help:"Tokens a KV block; a multiple of 16."`
+	KVMemory    byteCount `name:"kv-memory" placeholder:"SIZE" help:"KV cache of each engine, such as 512MiB or 4GiB. Default: enough for --max-requests sequences of full length, at most 2GiB."`
+	KVDtype     string    `name:"kv-dtype" enum:"auto,f32,bf16" default:"auto" help:"Element type of the KV cache. auto: f32 for f32 checkpoints, else bf16."`
+	MaxRequests int       `default:"64" help:"Requests an engine works on at a time."`
+	MaxTokens   int       `default:"512" help:"Tokens of one step; longer prompts are computed in chunks."`
+	MaxSeqLen   int       `placeholder:"N" help:"Longest prompt plus answer, in tokens. Default: what the model was made for."`
+	Threads     int       `placeholder:"N" help:"Threads that compute, per engine. Default: one a core."`
+	Logprobs    string    `enum:"raw,processed" default:"raw" help:"Which distribution log-probabilities come from: the model's own, or the one that tokens are drawn from."`
+}
+
+// byteCount is a size such as 512MiB.
+type byteCount int64
+
+// UnmarshalText reads 4096, 512MiB (powers of 1024) or 2GB (powers of 1000).
+func (b *byteCount) UnmarshalText(text []byte) error {
+	s := strings.TrimSpace(string(text))
+	if s != "" && strings.Trim(s, "0123456789") == "" {
+		s += "B"
+	}
+	n, err := units.ParseStrictBytes(s)
+	if err != nil || n <= 0 {
+		return fmt.Errorf("%q is not a size; write it as 512MiB or 4GiB", text)
+	}
+	*b = byteCount(n)
+	return nil
+}
+
+// config is an engine's configuration but for its name and role.
+func (f engineFlags) config(m modelFlags, ck *checkpoint.Checkpoint) engine.Config {
+	return engine.Config{
+		ServedModel: m.name(), Checkpoint: ck,
+		BlockSize: f.BlockSize, KVBytes: int64(f.KVMemory), KVType: kvTypes[f.KVDtype],
+		MaxRequests: f.MaxRequests, MaxTokens: f.MaxTokens, MaxSeqLen: f.MaxSeqLen,
+		Threads: f.Threads, Transport: f.Transfer, Logprobs: engine.LogprobsMode(f.Logprobs),
+	}
+}
+
+var kvTypes = map[string]tensor.DType{"auto": tensor.Invalid, "f32": tensor.F32, "bf16": tensor.BF16}

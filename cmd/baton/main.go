@@ -1,0 +1,97 @@
+// Command baton serves large language models with prefill and decode on separate engines.
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"os/signal"
+	"syscall"
+
+	"github.com/alecthomas/kong"
+)
+
+// cli is the whole command line; kong makes the help from the tags.
+type cli struct {
+	Serve       serveCmd       `cmd:"" help:"Serve a model: coordinator, engines and HTTP frontend in one process."`
+	Coordinator coordinatorCmd `cmd:"" help:"Run the coordinator: it routes requests and carries their handoffs' messages."`
+	Engine      engineCmd      `cmd:"" help:"Run one shard's engines: prefill, decode, or both."`
+	Frontend    frontendCmd    `cmd:"" help:"Run the OpenAI-compatible HTTP frontend of a coordinator."`
+	Inspect     inspectCmd     `cmd:"" help:"Show what a model file or folder holds and what an engine would make of it."`
+	Version     versionCmd     `cmd:"" help:"Print the version."`
+
+	LogLevel slog.Level `help:"Least severe log lines to show: debug, info, warn, error." default:"info" placeholder:"LEVEL"`
+	LogJSON  bool       `name:"log-json" help:"Log lines as JSON."`
+}
+
+const description = `Serves large language models with prefill and decode on separate engines.
+
+Everything in one process, with one prefill and one decode engine:
+
+  baton serve --model model.gguf
+
+The same pieces as separate processes, on one host or several:
+
+  baton coordinator --listen 127.0.0.1:7000
+  baton engine --role prefill --model model.gguf --coordinator 127.0.0.1:7000
+  baton engine --role decode  --model model.gguf --coordinator 127.0.0.1:7000
+  baton frontend --model model.gguf --coordinator 127.0.0.1:7000 --listen 127.0.0.1:8000
+
+A model is a folder with config.json and safetensors files (and tokenizer.json), or a .gguf file.`
+
+func main() { os.Exit(run(os.Args[1:], os.Stdout, os.Stderr)) }
+
+// run is main with its surroundings as arguments. Exit codes: 0 success (or a stop that was asked for),
+// 1 failure, 2 a wrong command line.
+func run(args []string, stdout, stderr io.Writer) int {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	return runContext(ctx, args, stdout, stderr)
+}
+
+func runContext(ctx context.Context, args []string, stdout, stderr io.Writer) int {
+	var c cli
+	exit := -1
+	parser, err := kong.New(&c,
+		kong.Name("baton"), kong.Description(description), kong.Writers(stdout, stderr),
+		kong.Exit(func(code int) { exit = code }),
+		kong.ConfigureHelp(kong.HelpOptions{Compact: true, NoExpandSubcommands: true}),
+		kong.ValueFormatter(func(v *kong.Value) string { return kong.DefaultHelpValueFormatter(v) }),
+	)
+	if err != nil {
+		fmt.Fprintln(stderr, "baton:", err)
+		return 2
+	}
+	parsed, err := parser.Parse(args)
+	if exit >= 0 { // --help was shown
+		return exit
+	}
+	if err != nil {
+		fmt.Fprintf(stderr, "baton: %v\nTry: baton --help\n", err)
+		return 2
+	}
+	env := &environment{ctx: ctx, stdout: stdout, log: newLogger(stderr, c.LogLevel, c.LogJSON)}
+	if err := parsed.Run(env); err != nil && !errors.Is(err, context.Canceled) {
+		fmt.Fprintln(stderr, "baton:", err)
+		return 1
+	}
+	return 0
+}
+
+// environment is what commands get from main.
+type environment struct {
+	ctx    context.Context
+	stdout io.Writer
+	log    *slog.Logger
+}
+
+func newLogger(w io.Writer, level slog.Level, asJSON bool) *slog.Logger {
+	options := &slog.HandlerOptions{Level: level}
+	if asJSON {
+		return slog.New(slog.NewJSONHandler(w, options))
+	}
+	return slog.New(slog.NewTextHandler(w, options))
+}

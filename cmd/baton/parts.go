@@ -1,0 +1,140 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+	"golang.org/x/sync/errgroup"
+
+	"baton/checkpoint"
+	"baton/coordinator"
+	"baton/engine"
+	"baton/frontend"
+	"baton/layout"
+	"baton/text"
+	"baton/wire"
+)
+
+// loaded is a model that is open.
+type loaded struct {
+	*checkpoint.Checkpoint
+	tokenizer *text.Tokenizer // nil when the model has none
+}
+
+// open maps a model and reads its tokenizer.
+func (f modelFlags) open(log *slog.Logger) (*loaded, error) {
+	ck, err := checkpoint.Open(f.Model)
+	if err != nil {
+		return nil, err
+	}
+	log.Info("model opened", "name", f.name(), "what", ck.String())
+	return &loaded{Checkpoint: ck}, nil
+}
+
+// openText is open with the tokenizer, for frontends.
+func (f modelFlags) openText(log *slog.Logger) (*loaded, error) {
+	m, err := f.open(log)
+	if err != nil {
+		return nil, err
+	}
+	if g := m.GGUF(); g != nil {
+		m.tokenizer, err = text.FromGGUF(g)
+	} else {
+		m.tokenizer, err = text.Load(f.Model)
+	}
+	if errors.Is(err, text.ErrNoTokenizer) {
+		log.Warn("the model has no tokenizer: only prompts of token ids are served", "model", f.Model)
+		return m, nil
+	}
+	if err != nil {
+		return nil, errors.Join(err, m.Close())
+	}
+	return m, nil
+}
+
+// newFrontend makes the HTTP server of a model behind a coordinator's client.
+func newFrontend(m *loaded, name string, seed *uint64, client *coordinator.Client, reg *prometheus.Registry, log *slog.Logger) (*frontend.Server, error) {
+	c := frontend.Config{
+		Backend: frontend.Native{Client: client}, Model: name, Logger: log, Registry: reg,
+		Limits: frontend.Limits{VocabSize: m.Spec.VocabSize},
+	}
+	if m.tokenizer != nil {
+		c.Tokenizer = frontend.NewTokenizer(m.tokenizer)
+	}
+	return frontend.New(c)
+}
+
+// engines makes one engine for each data-parallel group of each shard.
+func engines(shards []layout.Shard, base engine.Config) (list []*engine.Engine, err error) {
+	defer func() {
+		if err != nil {
+			for _, e := range list {
+				err = errors.Join(err, e.Close())
+			}
+			list = nil
+		}
+	}()
+	for i, s := range shards {
+		if s.TP*s.PP*s.EP != 1 {
+			return list, fmt.Errorf("--shards: shard %d is %v; this version runs tp=1, pp=1, ep=1 (dp as you like)", i, s)
+		}
+		for dp := range s.DP {
+			c := base
+			c.Role = cmp.Or(s.Role, wire.RoleBoth)
+			c.Name = fmt.Sprintf("%s_s%d_dp%d", c.Role, i, dp)
+			e, err := engine.New(c)
+			if err != nil {
+				return list, err
+			}
+			list = append(list, e)
+		}
+	}
+	return list, nil
+}
+
+// runEngines runs engines until ctx ends or one of them fails, and closes them.
+func runEngines(ctx context.Context, list []*engine.Engine, dial engine.Dialer) error {
+	group, ctx := errgroup.WithContext(ctx)
+	for _, e := range list {
+		group.Go(func() error { return e.Run(ctx, dial) })
+	}
+	err := group.Wait()
+	for _, e := range list {
+		err = errors.Join(err, e.Close())
+	}
+	return err
+}
+
+// newRegistry is a registry with the process's own series.
+func newRegistry() *prometheus.Registry {
+	return prometheus.NewRegistry()
+}
+
+// serveMetrics answers /metrics and /health on addr until ctx ends. An empty addr serves nothing.
+func serveMetrics(ctx context.Context, addr string, reg *prometheus.Registry, log *slog.Logger) error {
+	if addr == "" {
+		return nil
+	}
+	l, err := net.Listen("tcp", addr)
+	if err != nil {
+		return fmt.Errorf("--metrics %s: %w", addr, err)
+	}
+	mux := http.NewServeMux()
+	mux.Handle("GET /metrics", promhttp.HandlerFor(reg, promhttp.HandlerOpts{}))
+	mux.HandleFunc("GET /health", func(http.ResponseWriter, *http.Request) {})
+	server := &http.Server{Handler: mux, ReadHeaderTimeout: 5 * time.Second}
+	defer context.AfterFunc(ctx, func() { server.Close() })()
+	log.Info("metrics", "address", "http://"+l.Addr().String()+"/metrics")
+	if err := server.Serve(l); !errors.Is(err, http.ErrServerClosed) {
+		return err
+	}
+	return nil
+}

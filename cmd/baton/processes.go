@@ -1,0 +1,183 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"baton/coordinator"
+	"baton/engine"
+	"baton/layout"
+	"baton/wire"
+)
+
+// coordinatorCmd is the coordinator alone.
+type coordinatorCmd struct {
+	Listen  string `default:"127.0.0.1:7000" help:"Address for engines and frontends."`
+	Metrics string `placeholder:"ADDR" help:"Also serve /metrics at this address."`
+}
+
+func (c *coordinatorCmd) Run(env *environment) error {
+	listener, err := net.Listen("tcp", c.Listen)
+	if err != nil {
+		return fmt.Errorf("--listen %s: %w", c.Listen, err)
+	}
+	reg := newRegistry()
+	hub, err := coordinator.NewServer(coordinator.ServerConfig{Logger: env.log})
+	if err != nil {
+		return err
+	}
+	defer hub.Close()
+	reg.MustRegister(hub.Collector())
+	ctx, stop := context.WithCancel(env.ctx)
+	defer stop()
+	group, ctx := errgroup.WithContext(ctx)
+	group.Go(func() error { return hub.Serve(ctx, listener) })
+	group.Go(func() error { return serveMetrics(ctx, c.Metrics, reg, env.log) })
+	group.Go(func() error {
+		select {
+		case <-hub.Exit():
+			stop() // a client asked for it
+		case <-ctx.Done():
+		}
+		return nil
+	})
+	fmt.Fprintf(env.stdout, "coordinator at %s\n", listener.Addr())
+	return group.Wait()
+}
+
+// engineCmd is one shard's engines: one for each data-parallel group.
+type engineCmd struct {
+	modelFlags
+	engineFlags
+	Role         string `enum:"prefill,decode,both" default:"both" help:"What the engine does: ${enum}."`
+	Coordinator  string `default:"127.0.0.1:7000" placeholder:"ADDR" help:"Address of the coordinator."`
+	Name         string `placeholder:"NAME" help:"Name of the engine, unique at its coordinator. Default: the role and a random number."`
+	DP           int    `name:"dp" default:"1" help:"Data-parallel engines in this process."`
+	TransferHost string `default:"127.0.0.1" placeholder:"HOST" help:"Address at which other hosts reach this one's KV (tcp, tcp-push)."`
+	Metrics      string `placeholder:"ADDR" help:"Also serve /metrics at this address."`
+}
+
+func (c *engineCmd) Run(env *environment) error {
+	model, err := c.open(env.log)
+	if err != nil {
+		return err
+	}
+	defer model.Close()
+	reg := newRegistry()
+	base := c.config(c.modelFlags, model.Checkpoint)
+	base.Logger, base.Metrics, base.TransferHost = env.log, engine.NewMetrics(reg), c.TransferHost
+	var list []*engine.Engine
+	for i := range c.DP {
+		one := base
+		one.Role, one.Name = c.Role, c.engineName(i)
+		e, err := engine.New(one)
+		if err != nil {
+			return err
+		}
+		list = append(list, e)
+	}
+	group, ctx := errgroup.WithContext(env.ctx)
+	group.Go(func() error {
+		return runEngines(ctx, list, func(ctx context.Context, hello wire.Connect) (*wire.Conn, error) {
+			conn, _, err := wire.Dial(ctx, "tcp", c.Coordinator, hello, wire.Options{})
+			return conn, err
+		})
+	})
+	group.Go(func() error { return serveMetrics(ctx, c.Metrics, reg, env.log) })
+	return group.Wait()
+}
+
+func (c *engineCmd) engineName(dp int) string {
+	name := c.Name
+	if name == "" {
+		name = fmt.Sprintf("%s_%06x", c.Role, coordinator.Incarnation()>>40)
+	}
+	if c.DP > 1 {
+		name = fmt.Sprintf("%s_dp%d", name, dp)
+	}
+	return name
+}
+
+// frontendCmd is the HTTP frontend alone.
+type frontendCmd struct {
+	modelFlags
+	Coordinator string  `default:"127.0.0.1:7000" placeholder:"ADDR" help:"Address of the coordinator."`
+	Listen      string  `default:"127.0.0.1:8000" help:"Address of the HTTP frontend."`
+	Seed        *uint64 `placeholder:"N" help:"Makes the random seeds of requests that bring none repeatable."`
+}
+
+func (c *frontendCmd) Run(env *environment) error {
+	model, err := c.openText(env.log)
+	if err != nil {
+		return err
+	}
+	defer model.Close()
+	listener, err := net.Listen("tcp", c.Listen)
+	if err != nil {
+		return fmt.Errorf("--listen %s: %w", c.Listen, err)
+	}
+	defer listener.Close()
+	client, err := coordinator.Dial(env.ctx, c.Coordinator, coordinator.ClientConfig{Name: "frontend " + listener.Addr().String(), Logger: env.log})
+	if err != nil {
+		return err
+	}
+	defer client.Close()
+	server, err := newFrontend(model, c.name(), c.Seed, client, newRegistry(), env.log)
+	if err != nil {
+		return err
+	}
+	fmt.Fprintf(env.stdout, "frontend at http://%s\n", listener.Addr())
+	return server.Run(env.ctx, listener)
+}
+
+// sleep waits a moment between two looks at something.
+func sleep(ctx context.Context) error {
+	select {
+	case <-time.After(20 * time.Millisecond):
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// inspectCmd shows a model without serving it.
+type inspectCmd struct {
+	Model  string `arg:"" placeholder:"PATH" help:"Folder with config.json and safetensors, or a .gguf file."`
+	Shards string `placeholder:"SPEC" help:"Also check a shard layout."`
+}
+
+func (c *inspectCmd) Run(env *environment) error {
+	m, err := modelFlags{Model: c.Model}.open(env.log)
+	if err != nil {
+		return err
+	}
+	defer m.Close()
+	s := m.Spec
+	fmt.Fprintf(env.stdout, "%s\n  family        %s\n  parameters    %d in %s (%s)\n  layers        %d, hidden %d, MLP %d\n"+
+		"  attention     %d heads, %d KV heads, head dimension %d\n  vocabulary    %d\n  context       %d tokens\n",
+		c.Model, s.Family, m.Parameters(), humanBytes(m.Bytes()), s.WeightType, s.Layers, s.HiddenSize, s.Intermediate,
+		s.Heads, s.KVHeads, s.HeadDim, s.VocabSize, s.MaxPositions)
+	if c.Shards == "" {
+		return nil
+	}
+	shards, err := layout.ParseShards(c.Shards)
+	if err != nil {
+		return fmt.Errorf("--shards: %w", err)
+	}
+	for i, shard := range shards {
+		fmt.Fprintf(env.stdout, "  shard %d       %v\n", i, shard)
+	}
+	return nil
+}
+
+// versionCmd prints what this binary is.
+type versionCmd struct{}
+
+func (versionCmd) Run(env *environment) error {
+	fmt.Fprintln(env.stdout, version())
+	return nil
+}

@@ -1,0 +1,112 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"net"
+
+	"golang.org/x/sync/errgroup"
+
+	"baton/coordinator"
+	"baton/engine"
+	"baton/layout"
+	"baton/wire"
+)
+
+// serveCmd is everything in one process. The parts talk over the same connections as separate processes
+// would, only that these are socket pairs.
+type serveCmd struct {
+	modelFlags
+	engineFlags
+	Listen string  `default:"127.0.0.1:8000" help:"Address of the HTTP frontend."`
+	Shards string  `aliases:"inference-shards" default:"tp=1,dp=1,role=prefill+tp=1,dp=1,role=decode" help:"Engines, as in \"tp=1,dp=2,role=prefill+tp=1,dp=2,role=decode\"; without roles they are colocated."`
+	Seed   *uint64 `placeholder:"N" help:"Makes the random seeds of requests that bring none repeatable."`
+	Ask    string  `placeholder:"QUESTION" help:"Ask the model a question once it is up, and show the answer."`
+}
+
+func (c *serveCmd) Run(env *environment) error {
+	shards, err := layout.ParseShards(c.Shards)
+	if err != nil {
+		return fmt.Errorf("--shards: %w", err)
+	}
+	model, err := c.openText(env.log)
+	if err != nil {
+		return err
+	}
+	defer model.Close()
+
+	listener, err := net.Listen("tcp", c.Listen)
+	if err != nil {
+		return fmt.Errorf("--listen %s: %w", c.Listen, err)
+	}
+	defer listener.Close()
+	reg := newRegistry()
+	hub, err := coordinator.NewServer(coordinator.ServerConfig{Logger: env.log})
+	if err != nil {
+		return err
+	}
+	defer hub.Close()
+	reg.MustRegister(hub.Collector())
+	base := c.config(c.modelFlags, model.Checkpoint)
+	base.Logger, base.Metrics = env.log, engine.NewMetrics(reg)
+	list, err := engines(shards, base)
+	if err != nil {
+		return err
+	}
+	group, ctx := errgroup.WithContext(env.ctx)
+	group.Go(func() error {
+		return runEngines(ctx, list, func(_ context.Context, hello wire.Connect) (*wire.Conn, error) { return hub.Connect(hello) })
+	})
+	client, err := hub.Client(coordinator.ClientConfig{Name: "frontend", Logger: env.log})
+	if err != nil {
+		return err
+	}
+	defer client.Close()
+	server, err := newFrontend(model, c.name(), c.Seed, client, reg, env.log)
+	if err != nil {
+		return err
+	}
+	group.Go(func() error { return server.Run(ctx, listener) })
+	group.Go(func() error {
+		if err := awaitReady(ctx, client); err != nil {
+			return err
+		}
+		return c.greet(ctx, env.stdout, "http://"+listener.Addr().String(), model.tokenizer != nil)
+	})
+	return group.Wait()
+}
+
+// greet asks the first question, and says how to ask the next.
+func (c *serveCmd) greet(ctx context.Context, out io.Writer, url string, chat bool) error {
+	if c.Ask != "" {
+		if err := ask(ctx, out, url, c.name(), c.Ask); err != nil {
+			return err
+		}
+	}
+	fmt.Fprintf(out, "\nServing %s at %s (OpenAI API; /metrics, /health). Stop with Ctrl-C.\n", c.name(), url)
+	if chat {
+		fmt.Fprintf(out, "\n  curl -sN %s/v1/chat/completions -H 'Content-Type: application/json' \\\n"+
+			"    -d '{\"model\":\"%s\",\"stream\":true,\"messages\":[{\"role\":\"user\",\"content\":\"Tell me about the Moon.\"}]}'\n\n", url, c.name())
+		return nil
+	}
+	fmt.Fprintf(out, "\n  curl -s %s/v1/completions -H 'Content-Type: application/json' \\\n"+
+		"    -d '{\"model\":\"%s\",\"prompt\":[1,2,3],\"max_tokens\":16,\"return_token_ids\":true}'\n\n", url, c.name())
+	return nil
+}
+
+// awaitReady waits until an engine of every role has registered.
+func awaitReady(ctx context.Context, client *coordinator.Client) error {
+	for {
+		status, err := client.Status(ctx)
+		if err != nil {
+			return err
+		}
+		if status.Ready {
+			return nil
+		}
+		if err := sleep(ctx); err != nil {
+			return err
+		}
+	}
+}

@@ -1,0 +1,139 @@
+package engine
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"runtime"
+	"slices"
+
+	"baton/checkpoint"
+	"baton/compute"
+	"baton/tensor"
+	"baton/wire"
+)
+
+// Config describes an engine: one data-parallel group of a shard. Zero fields take their defaults.
+type Config struct {
+	// Name tells the engine from the others of its coordinator ("prefill_s0_dp0").
+	Name string
+	// Role is wire.RolePrefill, RoleDecode or RoleBoth.
+	Role string
+	// ServedModel is the name that clients use for the model.
+	ServedModel string
+	// Checkpoint holds the model. It must stay open as long as the engine.
+	Checkpoint *checkpoint.Checkpoint
+
+	// BlockSize is how many tokens a KV block holds: a multiple of compute.Tile. Default 32.
+	BlockSize int
+	// KVBytes is the size of the KV pool. Default: what MaxRequests sequences of MaxSeqLen take, at most
+	// 2 GiB. Memory is only used as blocks are.
+	KVBytes int64
+	// KVType is F32 or BF16. Default: F32 for f32 checkpoints, else BF16.
+	KVType tensor.DType
+	// MaxRequests is the largest batch. Default 64.
+	MaxRequests int
+	// MaxTokens is the most rows of one pass, at least MaxRequests. Default 512.
+	MaxTokens int
+	// MaxSeqLen is the longest sequence. Default and upper bound: what the model was made for.
+	MaxSeqLen int
+	// Threads is how many threads compute. Default: one a core.
+	Threads int
+	// Transport moves KV between engines: "shm", "tcp" or "tcp-push". Default "shm".
+	Transport string
+	// TransferHost is the address at which other hosts reach this engine's data. Default 127.0.0.1.
+	TransferHost string
+	// Logprobs says which distribution is reported. Default LogprobsRaw.
+	Logprobs LogprobsMode
+
+	Logger  *slog.Logger
+	Metrics *Metrics // nil for none
+}
+
+// withDefaults fills in what is zero and checks the rest.
+func (c Config) withDefaults() (Config, error) {
+	if c.Checkpoint == nil {
+		return c, errors.New("engine: Config.Checkpoint is missing")
+	}
+	spec := c.Checkpoint.Spec
+	c.BlockSize = orElse(c.BlockSize, 32)
+	c.MaxRequests = orElse(c.MaxRequests, 64)
+	c.MaxTokens = orElse(c.MaxTokens, 512)
+	c.MaxSeqLen = orElse(c.MaxSeqLen, spec.MaxPositions)
+	c.Threads = orElse(c.Threads, runtime.GOMAXPROCS(0))
+	c.Transport = orElse(c.Transport, "shm")
+	c.TransferHost = orElse(c.TransferHost, "127.0.0.1")
+	c.Logprobs = orElse(c.Logprobs, LogprobsRaw)
+	c.Role = orElse(c.Role, wire.RoleBoth)
+	c.Name = orElse(c.Name, c.Role)
+	if c.Logger == nil {
+		c.Logger = slog.New(slog.DiscardHandler)
+	}
+	if c.KVType == tensor.Invalid {
+		c.KVType = tensor.BF16
+		if spec.WeightType == tensor.F32 {
+			c.KVType = tensor.F32
+		}
+	}
+	if c.KVBytes == 0 {
+		blocks := int64(c.MaxRequests) * int64((c.MaxSeqLen+c.BlockSize-1)/c.BlockSize)
+		c.KVBytes = min(blocks*c.blockBytes(), max(2<<30, c.blockBytes()))
+	}
+	return c, c.validate()
+}
+
+func orElse[T comparable](v, def T) T {
+	var zero T
+	if v == zero {
+		return def
+	}
+	return v
+}
+
+func (c Config) validate() error {
+	spec := c.Checkpoint.Spec
+	switch {
+	case !slices.Contains([]string{wire.RolePrefill, wire.RoleDecode, wire.RoleBoth}, c.Role):
+		return fmt.Errorf("engine: role %q; it must be prefill, decode or both", c.Role)
+	case c.BlockSize < compute.Tile || c.BlockSize%compute.Tile != 0:
+		return fmt.Errorf("engine: a block size of %d tokens; it must be a multiple of %d", c.BlockSize, compute.Tile)
+	case c.KVType != tensor.F32 && c.KVType != tensor.BF16:
+		return fmt.Errorf("engine: KV type %s; it must be f32 or bf16", c.KVType)
+	case c.MaxRequests < 1 || c.MaxTokens < c.MaxRequests:
+		return fmt.Errorf("engine: %d tokens a step for up to %d requests; a step must hold a token of each (raise --max-tokens or lower --max-requests)", c.MaxTokens, c.MaxRequests)
+	case c.MaxSeqLen < 2 || c.MaxSeqLen > spec.MaxPositions:
+		return fmt.Errorf("engine: a sequence length of %d; the model serves 2 to %d", c.MaxSeqLen, spec.MaxPositions)
+	case c.Threads < 1:
+		return fmt.Errorf("engine: %d threads; at least 1 is needed", c.Threads)
+	case c.Logprobs != LogprobsRaw && c.Logprobs != LogprobsProcessed:
+		return fmt.Errorf("engine: logprobs mode %q; it must be raw or processed", c.Logprobs)
+	case c.blocks() < 1:
+		return fmt.Errorf("engine: %d bytes of KV memory hold no block of %d tokens (%d bytes); raise --kv-memory", c.KVBytes, c.BlockSize, c.blockBytes())
+	}
+	return nil
+}
+
+// kv is the pool's layout, without a buffer.
+func (c Config) kv() compute.KV {
+	spec := c.Checkpoint.Spec
+	return compute.KV{
+		Layers: spec.Layers, Heads: spec.KVHeads, HeadDim: spec.HeadDim,
+		BlockSize: c.BlockSize, DType: c.KVType,
+	}
+}
+
+func (c Config) blockBytes() int64 { return int64(c.kv().BlockBytes()) }
+
+func (c Config) blocks() int { return int(min(c.KVBytes/c.blockBytes(), 1<<30)) }
+
+// geometry is what a peer must share to understand this engine's blocks.
+func (c Config) geometry() wire.Geometry {
+	spec := c.Checkpoint.Spec
+	return wire.Geometry{
+		Model: c.Checkpoint.Fingerprint(), BlockSize: c.BlockSize, Layers: spec.Layers, KVHeads: spec.KVHeads,
+		HeadDim: spec.HeadDim, Planes: 2, KVDType: c.KVType.String(), VocabSize: spec.VocabSize, MaxSeqLen: c.MaxSeqLen,
+	}
+}
+
+func newIncarnation() uint64 { return rand.Uint64() | 1 }
