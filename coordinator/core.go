@@ -74,7 +74,8 @@ func (c *Config) validate() error {
 type PeerID uint64
 
 // Event is something that happened: a message arrived (Message is set), a connection ended (Message is
-// nil), or, with Peer 0 and no Message, time passed. A Shutdown from Peer 0 is the operator's.
+// nil), or, with Peer 0 and no Message, time passed. Messages from Peer 0 are the operator's: Stop refuses
+// new requests and lets the running ones end, Shutdown ends everything.
 type Event struct {
 	At      time.Time
 	Peer    PeerID
@@ -187,9 +188,7 @@ func (c *Core) Step(ev Event) []Action {
 	case ev.Message == nil && ev.Peer != 0:
 		c.disconnected(ev.Peer)
 	case ev.Message != nil && ev.Peer == 0:
-		if _, ok := ev.Message.(*wire.Shutdown); ok {
-			c.shutdown()
-		}
+		c.operator(ev.Message)
 	case ev.Message != nil:
 		c.received(&ev)
 	}
@@ -296,9 +295,15 @@ func (c *Core) fromEngine(e *engine, m wire.Message) {
 	}
 }
 
+// Requests is the number of requests of which anything is left.
+func (c *Core) Requests() int { return len(c.requests) }
+
 // Deadline is when the core next wants to hear of the time (an Event with Peer 0 and no Message), if
 // nothing else happens before.
 func (c *Core) Deadline() (time.Time, bool) {
+	if c.entry.queue.head == nil && c.decode.queue.head == nil {
+		return time.Time{}, false
+	}
 	at, ok := c.entry.deadline(c.cfg.Wait, c.complete())
 	if d, waits := c.decode.deadline(c.cfg.Wait, c.decode.open() > 0); waits && (!ok || d.Before(at)) {
 		at, ok = d, true

@@ -87,6 +87,17 @@ func (c *Core) bringUp(e *engine) {
 	}
 }
 
+// operator obeys the coordinator's own process.
+func (c *Core) operator(m wire.Message) {
+	switch m.(type) {
+	case *wire.Stop:
+		c.phase = stopping
+		c.failQueued()
+	case *wire.Shutdown:
+		c.shutdown()
+	}
+}
+
 // shutdown ends every request and stops the engines.
 func (c *Core) shutdown() {
 	c.phase = stopping
