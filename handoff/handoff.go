@@ -157,9 +157,6 @@ func (c *Core) settled(e Settled) {
 		return
 	}
 	if e.Err != nil && !e.Safe {
-		if l.unsafe {
-			return
-		}
 		l.unsafe = true
 	} else {
 		delete(c.transfers, e.Transfer)
