@@ -227,11 +227,6 @@ func (p *peer) claim(ctx context.Context, handoff uint64, capability []byte, src
 	id := p.nextID
 	p.waits[id] = answer
 	p.mu.Unlock()
-	defer func() {
-		p.mu.Lock()
-		delete(p.waits, id)
-		p.mu.Unlock()
-	}()
 
 	b := backend.BeginFrame(nil)
 	b = binary.LittleEndian.AppendUint64(append(b, kindClaim), id)
@@ -270,13 +265,19 @@ func (p *peer) claim(ctx context.Context, handoff uint64, capability []byte, src
 		return nil, p.fail(fmt.Errorf("%w: no answer for %v", transfer.ErrTimeout, p.e.opt.Timeout))
 	case <-ctx.Done():
 		// The grant may be on its way: unclaimed, it would pin the source.
-		p.abandon(id, answer, end)
+		p.mu.Lock()
+		p.refs++
+		p.mu.Unlock()
+		p.e.work.Go(func() {
+			defer p.release()
+			p.abandon(answer, end)
+		})
 		return nil, ctx.Err()
 	}
 }
 
 // abandon waits for the answer to a claim that nobody wants any more and ends what it granted.
-func (p *peer) abandon(id uint64, answer chan error, end func()) {
+func (p *peer) abandon(answer <-chan error, end func()) {
 	timeout := time.NewTimer(p.e.opt.Timeout)
 	defer timeout.Stop()
 	select {
