@@ -240,7 +240,7 @@ func (p *peer) claim(ctx context.Context, handoff uint64, capability []byte, src
 		return nil, err
 	}
 	// From here on the source may count a reader.
-	end = func() {
+	done := func() {
 		b := binary.LittleEndian.AppendUint64(append(backend.BeginFrame(nil), kindDone), id)
 		_ = p.write(backend.EndFrame(b, 0)) // a failure ends the read as well
 	}
@@ -251,7 +251,7 @@ func (p *peer) claim(ctx context.Context, handoff uint64, capability []byte, src
 		if err != nil {
 			return nil, err // nothing was granted
 		}
-		return end, nil
+		return done, nil
 	case <-p.lost:
 		select {
 		case err := <-answer: // it came just before the end
@@ -270,7 +270,7 @@ func (p *peer) claim(ctx context.Context, handoff uint64, capability []byte, src
 		p.mu.Unlock()
 		p.e.work.Go(func() {
 			defer p.release()
-			p.abandon(answer, end)
+			p.abandon(answer, done)
 		})
 		return nil, ctx.Err()
 	}
