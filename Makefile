@@ -15,7 +15,7 @@ model: ## get SmolLM2-135M-Instruct into the cache, once
 	@scripts/fetch-smollm2 >/dev/null
 
 run: build model ## serve SmolLM2 with prefill and decode apart, ask it a question, stay up
-	@bin/baton serve --model "$$(scripts/fetch-smollm2)" --served-model-name smollm2-135m-instruct \
+	@bin/baton --log-level=warn serve --model "$$(scripts/fetch-smollm2)" --served-model-name smollm2-135m-instruct \
 	  --ask "What is the capital of France?"
 
 test: build model lint ## everything that must hold, in a few minutes

@@ -81,10 +81,10 @@ type askChunk struct {
 		Delta struct {
 			Content string `json:"content"`
 		} `json:"delta"`
+		Handoff *askHandoff `json:"handoff"`
 	} `json:"choices"`
-	Usage   *askUsage   `json:"usage"`
-	Handoff *askHandoff `json:"handoff"`
-	Error   *struct {
+	Usage *askUsage `json:"usage"`
+	Error *struct {
 		Message string `json:"message"`
 	} `json:"error"`
 }
@@ -109,12 +109,12 @@ func (a *answer) read(body io.Reader) error {
 				a.first = time.Since(a.began)
 			}
 			fmt.Fprint(a.out, choice.Delta.Content)
+			if choice.Handoff != nil {
+				a.handoff = choice.Handoff
+			}
 		}
 		if c.Usage != nil {
 			a.usage = *c.Usage
-		}
-		if c.Handoff != nil {
-			a.handoff = c.Handoff
 		}
 	}
 	return lines.Err()

@@ -1,0 +1,292 @@
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+)
+
+// TestMain lets the test binary stand in for bin/baton, so that fleets of real processes can be started.
+func TestMain(m *testing.M) {
+	if os.Getenv("BATON_TEST_AS_MAIN") == "1" {
+		os.Exit(run(os.Args[1:], os.Stdout, os.Stderr))
+	}
+	os.Exit(m.Run())
+}
+
+// output collects what a part prints and lets a test wait for a line.
+type output struct {
+	mu   sync.Mutex
+	text bytes.Buffer
+}
+
+func (o *output) Write(p []byte) (int, error) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.text.Write(p)
+}
+
+func (o *output) String() string {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.text.String()
+}
+
+// await waits for a match and returns its first group.
+func (o *output) await(t *testing.T, pattern string, stopped <-chan struct{}) string {
+	t.Helper()
+	re := regexp.MustCompile(pattern)
+	for deadline := time.Now().Add(30 * time.Second); time.Now().Before(deadline); time.Sleep(5 * time.Millisecond) {
+		if m := re.FindStringSubmatch(o.String()); m != nil {
+			return m[1]
+		}
+		select {
+		case <-stopped:
+			t.Fatalf("it stopped before it printed %q:\n%s", pattern, o)
+		default:
+		}
+	}
+	t.Fatalf("no %q within 30 s in:\n%s", pattern, o)
+	return ""
+}
+
+// fleet is something that serves at url.
+type fleet struct {
+	url   string
+	model string
+	parts map[string]*part // of separate processes, by name
+}
+
+// part is one process of a fleet.
+type part struct {
+	cmd     *exec.Cmd
+	out     *output
+	stopped chan struct{}
+}
+
+// serve starts everything in this process.
+func serve(t *testing.T, model string, flags ...string) *fleet {
+	t.Helper()
+	ctx, cancel := context.WithCancel(t.Context())
+	out, log, stopped := &output{}, &output{}, make(chan struct{})
+	args := append([]string{"--log-level=warn", "serve", "--listen=127.0.0.1:0", "--served-model-name=m", "--model=" + model}, flags...)
+	code := 0
+	go func() {
+		defer close(stopped)
+		code = runContext(ctx, args, out, log)
+	}()
+	t.Cleanup(func() {
+		cancel()
+		<-stopped
+		if code != 0 {
+			t.Errorf("baton %s ended with %d:\n%s%s", strings.Join(args, " "), code, out, log)
+		}
+	})
+	url := out.await(t, `at (http://\S+)`, stopped)
+	return &fleet{url: url, model: "m"}
+}
+
+// start runs one process of a fleet until the test ends.
+func start(t *testing.T, args ...string) *part {
+	t.Helper()
+	p := &part{cmd: exec.Command(os.Args[0], args...), out: &output{}, stopped: make(chan struct{})}
+	p.cmd.Env = append(os.Environ(), "BATON_TEST_AS_MAIN=1")
+	p.cmd.Stdout, p.cmd.Stderr = p.out, p.out
+	if err := p.cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	go func() {
+		defer close(p.stopped)
+		_ = p.cmd.Wait() // how it ended is read from ProcessState
+	}()
+	t.Cleanup(func() { p.stop(t) })
+	return p
+}
+
+// stop asks the process to end, as an operator would.
+func (p *part) stop(t *testing.T) {
+	t.Helper()
+	_ = p.cmd.Process.Signal(os.Interrupt) // fails when it has ended already
+	select {
+	case <-p.stopped:
+	case <-time.After(20 * time.Second):
+		_ = p.cmd.Process.Kill()
+		t.Errorf("%v did not stop:\n%s", p.cmd.Args, p.out)
+	}
+	if t.Failed() {
+		t.Logf("%v:\n%s", p.cmd.Args[1:], p.out)
+	}
+}
+
+// processes starts a coordinator, one engine of each role, and a frontend, each a process.
+func processes(t *testing.T, model string, roles []string, flags ...string) *fleet {
+	t.Helper()
+	f := &fleet{model: "m", parts: map[string]*part{}}
+	hub := start(t, "coordinator", "--listen=127.0.0.1:0")
+	f.parts["coordinator"] = hub
+	addr := hub.out.await(t, `coordinator at (\S+)`, hub.stopped)
+	for _, role := range roles {
+		name := fmt.Sprintf("%s%d", role, len(f.parts))
+		f.parts[name] = start(t, append([]string{
+			"engine", "--role=" + role, "--name=" + name,
+			"--coordinator=" + addr, "--model=" + model, "--metrics=127.0.0.1:0",
+		}, flags...)...)
+	}
+	front := start(t, "frontend", "--listen=127.0.0.1:0", "--coordinator="+addr, "--model="+model, "--served-model-name=m")
+	f.parts["frontend"] = front
+	f.url = front.out.await(t, `frontend at (\S+)`, front.stopped)
+	f.awaitHealth(t)
+	return f
+}
+
+func (f *fleet) awaitHealth(t *testing.T) {
+	t.Helper()
+	for deadline := time.Now().Add(30 * time.Second); time.Now().Before(deadline); time.Sleep(10 * time.Millisecond) {
+		resp, err := http.Get(f.url + "/health")
+		if err != nil {
+			continue
+		}
+		resp.Body.Close()
+		if resp.StatusCode == http.StatusOK {
+			return
+		}
+	}
+	t.Fatal("the fleet did not become healthy within 30 s")
+}
+
+// post sends a body and returns the status and the answer.
+func (f *fleet) post(ctx context.Context, path string, body any) (int, []byte, error) {
+	raw, err := json.Marshal(body)
+	if err != nil {
+		return 0, nil, err
+	}
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, f.url+path, bytes.NewReader(raw))
+	if err != nil {
+		return 0, nil, err
+	}
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		return 0, nil, err
+	}
+	defer resp.Body.Close()
+	answer, err := io.ReadAll(resp.Body)
+	return resp.StatusCode, answer, err
+}
+
+// completion is what the tests read of a /v1/completions answer. Numbers stay text, to compare bits.
+type completion struct {
+	Choices []struct {
+		Text         string  `json:"text"`
+		TokenIDs     []int32 `json:"token_ids"`
+		FinishReason string  `json:"finish_reason"`
+		Logprobs     struct {
+			TokenLogprobs []json.Number            `json:"token_logprobs"`
+			TopLogprobs   []map[string]json.Number `json:"top_logprobs"`
+		} `json:"logprobs"`
+		PromptLogprobs []map[string]struct {
+			Logprob json.Number `json:"logprob"`
+		} `json:"prompt_logprobs"`
+		Handoff *askHandoff `json:"handoff"`
+	} `json:"choices"`
+	Usage struct {
+		PromptTokens        int `json:"prompt_tokens"`
+		CompletionTokens    int `json:"completion_tokens"`
+		PromptTokensDetails struct {
+			CachedTokens int `json:"cached_tokens"`
+		} `json:"prompt_tokens_details"`
+	} `json:"usage"`
+}
+
+// complete runs a /v1/completions request that must succeed.
+func (f *fleet) complete(t *testing.T, body map[string]any) completion {
+	t.Helper()
+	c, err := f.tryComplete(t.Context(), body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
+
+func (f *fleet) tryComplete(ctx context.Context, body map[string]any) (completion, error) {
+	body["model"] = f.model
+	body["return_token_ids"] = true
+	var c completion
+	status, raw, err := f.post(ctx, "/v1/completions", body)
+	if err != nil {
+		return c, err
+	}
+	if status != http.StatusOK {
+		return c, fmt.Errorf("status %d: %s", status, raw)
+	}
+	return c, json.Unmarshal(raw, &c)
+}
+
+// metric sums the samples of a series whose labels contain all of want.
+func metric(t *testing.T, url, name string, want ...string) float64 {
+	t.Helper()
+	resp, err := http.Get(url + "/metrics")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	sum, found := 0.0, false
+	lines := bufio.NewScanner(resp.Body)
+next:
+	for lines.Scan() {
+		series, value, ok := strings.Cut(lines.Text(), " ")
+		if base, _, _ := strings.Cut(series, "{"); !ok || base != name {
+			continue
+		}
+		for _, w := range want {
+			if !strings.Contains(series, w) {
+				continue next
+			}
+		}
+		var v float64
+		if _, err := fmt.Sscan(value, &v); err != nil {
+			t.Fatal(err)
+		}
+		sum, found = sum+v, true
+	}
+	if !found {
+		t.Fatalf("no series %s %v", name, want)
+	}
+	return sum
+}
+
+// golden is what Hugging Face transformers computed in f32 for a tiny checkpoint.
+type golden struct {
+	Cases []struct {
+		Prompt         []int32   `json:"prompt"`
+		Generated      []int32   `json:"generated"`
+		Logprobs       []float64 `json:"logprobs"`
+		PromptLogprobs []float64 `json:"prompt_logprobs"`
+	} `json:"cases"`
+}
+
+func goldenPath(name string) string { return filepath.Join("..", "..", "testdata", "goldens", name) }
+
+func readGolden(t *testing.T, name string) golden {
+	t.Helper()
+	raw, err := os.ReadFile(filepath.Join(goldenPath(name), "golden.json"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var g golden
+	if err := json.Unmarshal(raw, &g); err != nil {
+		t.Fatal(err)
+	}
+	return g
+}

@@ -1,0 +1,95 @@
+package main
+
+import (
+	"fmt"
+	"math"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+
+	"baton/wire"
+)
+
+// bits is everything that must not depend on how a model is served, as text.
+type bits struct{ greedy, sampled string }
+
+// Every way of serving gives transformers' tokens, log-probabilities within 1e-3 of its own, and the same
+// bits as every other way, sampled ones too.
+func TestGoldensEveryWay(t *testing.T) {
+	for _, model := range []string{"llama", "qwen2", "qwen3"} {
+		t.Run(model, func(t *testing.T) {
+			g := readGolden(t, model)
+			var want []bits
+			var wantName string
+			check := func(name string, f *fleet) {
+				got := goldenRun(t, f, g)
+				if want == nil {
+					want, wantName = got, name
+				}
+				for i := range got {
+					if got[i] != want[i] {
+						t.Errorf("case %d: %s differs from %s:\n%+v\n%+v", i, name, wantName, got[i], want[i])
+					}
+				}
+			}
+			for _, block := range []string{"16", "64"} {
+				for _, chunk := range []string{"512", "64"} {
+					flags := []string{"--block-size=" + block, "--max-tokens=" + chunk, "--threads=2", "--kv-memory=64MiB"}
+					way := func(name string, start func(t *testing.T) *fleet) {
+						name = fmt.Sprintf("%s, blocks of %s, chunks of %s", name, block, chunk)
+						t.Run(strings.ReplaceAll(name, ", ", "_"), func(t *testing.T) { check(name, start(t)) })
+					}
+					way("colocated", func(t *testing.T) *fleet { return serve(t, goldenPath(model), append(flags, "--shards=tp=1")...) })
+					for _, transport := range []string{"shm", "tcp", "tcp-push"} {
+						with := append(slices.Clone(flags), "--transfer="+transport)
+						way("one process "+transport, func(t *testing.T) *fleet { return serve(t, goldenPath(model), with...) })
+						way("processes "+transport, func(t *testing.T) *fleet {
+							return processes(t, goldenPath(model), []string{wire.RolePrefill, wire.RoleDecode}, with...)
+						})
+					}
+				}
+			}
+		})
+	}
+}
+
+// goldenRun asks a fleet for every case, greedy and sampled.
+func goldenRun(t *testing.T, f *fleet, g golden) []bits {
+	t.Helper()
+	var out []bits
+	for i, c := range g.Cases {
+		got := f.complete(t, map[string]any{
+			"prompt": c.Prompt, "max_tokens": len(c.Generated), "temperature": 0, "ignore_eos": true, "logprobs": 3, "prompt_logprobs": 0,
+		}).Choices[0]
+		if !slices.Equal(got.TokenIDs, c.Generated) {
+			t.Errorf("case %d: ids %v, want %v", i, got.TokenIDs, c.Generated)
+		}
+		for j, lp := range got.Logprobs.TokenLogprobs {
+			near(t, fmt.Sprintf("case %d: logprob %d", i, j), lp.String(), c.Logprobs[j])
+		}
+		if len(got.PromptLogprobs) != len(c.Prompt) {
+			t.Fatalf("case %d: %d prompt logprobs, want %d", i, len(got.PromptLogprobs), len(c.Prompt))
+		}
+		for j := 1; j < len(c.Prompt); j++ {
+			lp := got.PromptLogprobs[j][strconv.Itoa(int(c.Prompt[j]))]
+			near(t, fmt.Sprintf("case %d: prompt logprob %d", i, j), lp.Logprob.String(), c.PromptLogprobs[j-1])
+		}
+		sampled := f.complete(t, map[string]any{
+			"prompt": c.Prompt, "max_tokens": len(c.Generated), "temperature": 0.8, "seed": 1234 + i, "ignore_eos": true, "logprobs": 3,
+		}).Choices[0]
+		out = append(out, bits{
+			greedy:  fmt.Sprint(got.TokenIDs, got.Logprobs, got.PromptLogprobs),
+			sampled: fmt.Sprint(sampled.TokenIDs, sampled.Logprobs),
+		})
+	}
+	return out
+}
+
+func near(t *testing.T, what, got string, want float64) {
+	t.Helper()
+	v, err := strconv.ParseFloat(got, 64)
+	if err != nil || math.Abs(v-want) > 1e-3 {
+		t.Errorf("%s is %q, want %v", what, got, want)
+	}
+}
