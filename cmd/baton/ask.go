@@ -66,14 +66,15 @@ type askUsage struct {
 }
 
 type askHandoff struct {
-	PrefillEngine string  `json:"prefill_engine"`
-	DecodeEngine  string  `json:"decode_engine"`
-	BlocksMoved   int     `json:"blocks_moved"`
-	BlocksReused  int     `json:"blocks_reused"`
-	BytesMoved    int64   `json:"bytes_moved"`
-	PrefillMS     float64 `json:"prefill_ms"`
-	TransferMS    float64 `json:"transfer_ms"`
-	HandoffMS     float64 `json:"handoff_ms"`
+	PrefillEngine  string  `json:"prefill_engine"`
+	DecodeEngine   string  `json:"decode_engine"`
+	PromptComputed int     `json:"prompt_computed"`
+	BlocksMoved    int     `json:"blocks_moved"`
+	BlocksReused   int     `json:"blocks_reused"`
+	BytesMoved     int64   `json:"bytes_moved"`
+	PrefillMS      float64 `json:"prefill_ms"`
+	TransferMS     float64 `json:"transfer_ms"`
+	HandoffMS      float64 `json:"handoff_ms"`
 }
 
 type askChunk struct {

@@ -1,0 +1,266 @@
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net/http"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"baton/wire"
+)
+
+// prompt makes n token ids of the golden models' vocabulary.
+func prompt(n int, seed uint64) []int32 {
+	rng := rand.New(rand.NewPCG(seed, 7))
+	ids := make([]int32, n)
+	for i := range ids {
+		ids[i] = 3 + rng.Int32N(630)
+	}
+	return ids
+}
+
+func TestRepeatedPromptMovesOnlyWhatIsMissing(t *testing.T) {
+	f := serve(t, goldenPath("llama"), "--kv-memory=64MiB")
+	body := func() map[string]any {
+		return map[string]any{"prompt": prompt(2000, 1), "max_tokens": 5, "temperature": 0, "return_handoff": true}
+	}
+	const complete, partial = 2000 / 32, 1
+	first := f.complete(t, body())
+	if h := first.Choices[0].Handoff; h == nil || h.BlocksMoved != complete+partial || h.BlocksReused != 0 || first.Usage.PromptTokensDetails.CachedTokens != 0 {
+		t.Errorf("first: %d cached tokens, handoff %+v; want 0 and %d blocks moved", first.Usage.PromptTokensDetails.CachedTokens, h, complete+partial)
+	}
+	again := f.complete(t, body())
+	if got := again.Usage.PromptTokensDetails.CachedTokens; got != complete*32 {
+		t.Errorf("again: %d cached tokens, want all %d complete blocks: %d", got, complete, complete*32)
+	}
+	if h := again.Choices[0].Handoff; h == nil || h.BlocksReused != complete || h.BlocksMoved != partial || h.PromptComputed != 2000-complete*32 {
+		t.Errorf("again: handoff %+v; want %d blocks reused, %d moved and %d tokens computed", h, complete, partial, 2000-complete*32)
+	}
+	if !slices.Equal(first.Choices[0].TokenIDs, again.Choices[0].TokenIDs) {
+		t.Errorf("ids %v, then %v", first.Choices[0].TokenIDs, again.Choices[0].TokenIDs)
+	}
+	if moved := metric(t, f.url, "baton_handoff_blocks_moved_total"); moved != complete+2*partial {
+		t.Errorf("%v blocks moved in all, want %d", moved, complete+2*partial)
+	}
+}
+
+func TestSixteenCopiesComputeAndMoveThePromptOnce(t *testing.T) {
+	for _, transport := range []string{"shm", "tcp-push"} {
+		t.Run(transport, func(t *testing.T) {
+			f := serve(t, goldenPath("qwen3"), "--kv-memory=64MiB", "--transfer="+transport, "--shards=role=prefill+dp=2,role=decode")
+			const n, size = 1000, 32
+			body := func(seed int) map[string]any {
+				return map[string]any{"prompt": prompt(n, 2), "max_tokens": 12, "temperature": 0.8, "seed": seed, "return_handoff": true}
+			}
+			copies := make([]completion, 16)
+			var wg sync.WaitGroup
+			for i := range copies {
+				wg.Go(func() {
+					var err error
+					if copies[i], err = f.tryComplete(t.Context(), body(i)); err != nil {
+						t.Error(err)
+					}
+				})
+			}
+			wg.Wait()
+			if t.Failed() {
+				return
+			}
+			computed, requests := 0, map[string]int{}
+			for _, c := range copies {
+				computed += c.Choices[0].Handoff.PromptComputed
+				requests[c.Choices[0].Handoff.DecodeEngine]++
+			}
+			if want := n + 15*(n%size); computed != want {
+				t.Errorf("%d prompt tokens computed, want %d: the prompt once, and the %d of its partial block for each other copy", computed, want, n%size)
+			}
+			for engine, count := range requests {
+				want := float64(n/size + count) // every request has a partial block of its own
+				if moved := metric(t, f.url, "baton_handoff_blocks_moved_total", engine); moved != want {
+					t.Errorf("%v blocks moved to %s for %d requests, want %v", moved, engine, count, want)
+				}
+			}
+			solo := serve(t, goldenPath("qwen3"), "--kv-memory=64MiB", "--shards=tp=1")
+			for i, c := range copies {
+				if alone := solo.complete(t, body(i)).Choices[0].TokenIDs; !slices.Equal(c.Choices[0].TokenIDs, alone) {
+					t.Errorf("copy %d: %v, alone %v", i, c.Choices[0].TokenIDs, alone)
+				}
+			}
+		})
+	}
+}
+
+// stream reads the token ids of a streamed completion until it ends, or until limit of them have come.
+func (f *fleet) stream(ctx context.Context, body map[string]any, limit int) (ids []int32, err error) {
+	body["model"], body["stream"], body["return_token_ids"] = f.model, true, true
+	raw, err := json.Marshal(body)
+	if err != nil {
+		return nil, err
+	}
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, f.url+"/v1/completions", bytes.NewReader(raw))
+	if err != nil {
+		return nil, err
+	}
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		return nil, err
+	}
+	defer resp.Body.Close()
+	lines := bufio.NewScanner(resp.Body)
+	lines.Buffer(nil, 1<<20)
+	for lines.Scan() {
+		data, ok := strings.CutPrefix(lines.Text(), "data: ")
+		if !ok {
+			if resp.StatusCode != http.StatusOK {
+				return ids, fmt.Errorf("status %d: %s", resp.StatusCode, lines.Text())
+			}
+			continue
+		}
+		if data == "[DONE]" {
+			return ids, nil
+		}
+		var chunk struct {
+			Choices []struct {
+				TokenIDs []int32 `json:"token_ids"`
+			} `json:"choices"`
+			Error *struct {
+				Message string `json:"message"`
+			} `json:"error"`
+		}
+		if err := json.Unmarshal([]byte(data), &chunk); err != nil {
+			return ids, err
+		}
+		if chunk.Error != nil {
+			return ids, errors.New(chunk.Error.Message)
+		}
+		for _, c := range chunk.Choices {
+			ids = append(ids, c.TokenIDs...)
+		}
+		if len(ids) >= limit {
+			return ids, nil
+		}
+	}
+	return ids, fmt.Errorf("the stream ended without [DONE]: %v", lines.Err())
+}
+
+// A third of 32 streams hang up midway. The others get what they would get alone, and everything that
+// anybody held comes back.
+func TestStreamsAndCancellations(t *testing.T) {
+	defer goleak.VerifyNone(t, goleak.IgnoreCurrent())
+	t.Run("fleets", func(t *testing.T) {
+		for _, flags := range [][]string{
+			{"--shards=tp=1"}, {"--transfer=shm"}, {"--transfer=tcp"}, {"--transfer=tcp-push", "--shards=dp=2,role=prefill+dp=2,role=decode"},
+		} {
+			t.Run(flags[len(flags)-1], func(t *testing.T) {
+				streams(t, serve(t, goldenPath("qwen2"), append(flags, "--kv-memory=8MiB", "--max-requests=12", "--max-tokens=100")...))
+			})
+		}
+	})
+	http.DefaultClient.CloseIdleConnections()
+}
+
+func streams(t *testing.T, f *fleet) {
+	body := func(i int) map[string]any {
+		return map[string]any{
+			"prompt": prompt(1+(i*97)%700, uint64(i%5)), "max_tokens": 10 + (i*13)%70,
+			"temperature": 0.8, "seed": i, "ignore_eos": true,
+		}
+	}
+	got := make([][]int32, 32)
+	var wg sync.WaitGroup
+	for i := range got {
+		wg.Go(func() {
+			limit := 1 << 30
+			if i%3 == 0 {
+				limit = 1 + i%8 // then hang up
+			}
+			var err error
+			if got[i], err = f.stream(t.Context(), body(i), limit); err != nil {
+				t.Errorf("stream %d: %v", i, err)
+			}
+		})
+	}
+	wg.Wait()
+	for i, ids := range got {
+		alone := f.complete(t, body(i)).Choices[0].TokenIDs
+		if i%3 == 0 {
+			alone = alone[:min(len(ids), len(alone))]
+		}
+		if !slices.Equal(ids, alone) {
+			t.Errorf("stream %d: %v, alone %v", i, ids, alone)
+		}
+	}
+	f.awaitRest(t)
+}
+
+// awaitRest waits until nothing is held anywhere.
+func (f *fleet) awaitRest(t *testing.T) {
+	t.Helper()
+	var held float64
+	for deadline := time.Now().Add(5 * time.Second); time.Now().Before(deadline); time.Sleep(20 * time.Millisecond) {
+		held = metric(t, f.url, "baton_engine_kv_blocks", `state="used"`) + metric(t, f.url, "baton_engine_requests") +
+			metric(t, f.url, "baton_coordinator_requests") + metric(t, f.url, "baton_coordinator_engine_blocks_reserved")
+		if held == 0 {
+			return
+		}
+	}
+	t.Errorf("%v blocks, requests and reservations are still held", held)
+}
+
+// The death of one engine ends the streams it carried, with an error and soon, and no others.
+func TestDecodeEngineDies(t *testing.T) {
+	f := processes(t, goldenPath("qwen3"), []string{wire.RolePrefill, wire.RoleDecode, wire.RoleDecode}, "--kv-memory=64MiB")
+	type ended struct {
+		ids []int32
+		err error
+		at  time.Time
+	}
+	const n, tokens = 16, 3000
+	ends := make([]ended, n)
+	var wg sync.WaitGroup
+	for i := range n {
+		wg.Go(func() {
+			ids, err := f.stream(t.Context(), map[string]any{
+				"prompt": prompt(50, uint64(i)), "max_tokens": tokens, "temperature": 0.8, "seed": i, "ignore_eos": true,
+			}, 1<<30)
+			ends[i] = ended{ids, err, time.Now()}
+		})
+	}
+	time.Sleep(500 * time.Millisecond) // let all of them decode
+	victim := f.parts["decode2"]
+	if err := victim.cmd.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	died := time.Now()
+	wg.Wait()
+	failed := 0
+	for i, e := range ends {
+		if e.err == nil {
+			if len(e.ids) != tokens {
+				t.Errorf("stream %d: %d tokens and no error, want %d", i, len(e.ids), tokens)
+			}
+			continue
+		}
+		failed++
+		if after := e.at.Sub(died); after > 2*time.Second || !strings.Contains(e.err.Error(), "decode2") {
+			t.Errorf("stream %d failed %v after the death with %q; want within 2 s, and the engine's name", i, after, e.err)
+		}
+	}
+	if failed == 0 || failed == n {
+		t.Errorf("%d of %d streams failed; want those of one of two engines", failed, n)
+	}
+	if got := f.complete(t, map[string]any{"prompt": prompt(20, 9), "max_tokens": 5}); len(got.Choices[0].TokenIDs) != 5 {
+		t.Errorf("after the death: %+v", got)
+	}
+}
