@@ -13,6 +13,7 @@ const (
 
 	guardName = "__guard"
 	guardTag  = "{%+ set __tick = " + guardName + "() +%}"
+	depthTag  = "{%+ set __tick = " + guardName + "(true) +%}" // where a template can call itself
 )
 
 // prepareSource rewrites a template so that the library renders it as Python's jinja2 would with
@@ -214,7 +215,10 @@ func (p *preparer) tag(kind byte, body string) error {
 	p.out.WriteString("{%+ " + body + " +%}")
 	word, _, _ := strings.Cut(strings.TrimSpace(body), " ")
 	switch {
-	case word == "for" || word == "macro":
+	case word == "macro" || word == "for" && strings.Contains(body, "recursive"):
+		p.out.WriteString(depthTag)
+		p.nested++
+	case word == "for":
 		p.out.WriteString(guardTag)
 		p.nested++
 	case word == "if" || word == "call" || word == "filter" || word == "generation" || word == "block":

@@ -14,6 +14,7 @@ import (
 	"strings"
 	"sync"
 	"time"
+	"unicode"
 
 	"github.com/ardanlabs/jinja"
 )
@@ -40,14 +41,17 @@ type Chat struct {
 	Extra     []byte // JSON object of further arguments (chat_template_kwargs); empty is none
 	// AddGenerationPrompt asks for the beginning of the assistant's answer.
 	AddGenerationPrompt bool
+	// ContinueFinalMessage leaves the last message open: what follows its content is cut off, so that the
+	// answer goes on with it. It excludes AddGenerationPrompt.
+	ContinueFinalMessage bool
 	// Now is what strftime_now formats; zero is the time of the call.
 	Now time.Time
 }
 
 const (
 	maxRendered   = 64 << 20 // bytes
-	maxGuardCalls = 4 << 20  // iterations and macro calls of one rendering
-	maxGuardDepth = 20_000   // Go stack frames
+	maxGuardCalls = 1 << 20  // loop turns and macro calls of one rendering
+	maxGuardDepth = 5000     // Go stack frames: a few hundred levels of macros
 	maxTemplates  = 64
 )
 
@@ -162,11 +166,63 @@ func (tm *Template) Render(ctx context.Context, c Chat) (Prompt, error) {
 		return Prompt{}, tm.failure(err)
 	}
 	tm.adapt(vars["messages"], m)
+	if !c.ContinueFinalMessage {
+		text, err := tm.execute(ctx, vars, c.Now)
+		return unmark(text, m.mark), err
+	}
+	tag, err := newMark(tm.sourceUse, m.clash, map[rune]bool{[]rune(m.mark)[0]: true})
+	if err == nil && c.AddGenerationPrompt {
+		err = errors.New("continue_final_message and add_generation_prompt exclude each other")
+	}
+	if err == nil {
+		err = tagFinalMessage(vars["messages"], tag+" ")
+	}
+	if err != nil {
+		return Prompt{}, tm.failure(err)
+	}
 	text, err := tm.execute(ctx, vars, c.Now)
 	if err != nil {
 		return Prompt{}, err
 	}
+	text, err = cutFinalMessage(text, tag)
+	if err != nil {
+		return Prompt{}, tm.failure(err)
+	}
 	return unmark(text, m.mark), nil
+}
+
+// tagFinalMessage puts a tag at the end of the last message's text.
+func tagFinalMessage(messages jinja.Value, tag string) error {
+	items := messages.AsList().Items
+	if len(items) == 0 || !items[len(items)-1].IsDict() {
+		return errors.New("continue_final_message: there is no message to continue")
+	}
+	holder, key := items[len(items)-1].AsDict(), "content"
+	content, _ := holder.Get(key)
+	if content.IsList() && content.AsList().Len() > 0 {
+		if last := content.AsList().Get(content.AsList().Len() - 1); last.IsDict() {
+			holder, key = last.AsDict(), "text"
+			content, _ = holder.Get(key)
+		}
+	}
+	if !content.IsString() {
+		return errors.New("continue_final_message: the last message has no text to continue")
+	}
+	holder.Set(key, jinja.NewString(content.AsString()+tag))
+	return nil
+}
+
+// cutFinalMessage cuts a rendered chat at the tag. A template that strips white space around contents has
+// stripped the tag's space as well, and would have stripped what is before the tag.
+func cutFinalMessage(text, tag string) (string, error) {
+	i := strings.LastIndex(text, tag)
+	if i < 0 {
+		return "", errors.New("continue_final_message: the template does not show the last message")
+	}
+	if strings.HasPrefix(text[i+len(tag):], " ") {
+		return text[:i], nil
+	}
+	return strings.TrimRightFunc(text[:i], unicode.IsSpace), nil
 }
 
 func (tm *Template) failure(err error) error {
@@ -256,7 +312,13 @@ type guard struct {
 	err   error
 }
 
-func (g *guard) call([]jinja.Value, map[string]jinja.Value) (jinja.Value, error) {
+func (g *guard) call(args []jinja.Value, _ map[string]jinja.Value) (jinja.Value, error) {
+	if len(args) > 0 {
+		var frame [1]uintptr
+		if runtime.Callers(maxGuardDepth, frame[:]) > 0 {
+			g.err = fmt.Errorf("macros or loops call themselves too deeply: %w", ErrLimit)
+		}
+	}
 	return jinja.None(), g.spend(1)
 }
 
@@ -269,10 +331,6 @@ func (g *guard) spend(n int) error {
 		g.err = fmt.Errorf("more than %d loop turns: %w", maxGuardCalls, ErrLimit)
 	} else if g.calls%64 == 0 || n > 1 {
 		g.err = g.ctx.Err()
-	}
-	var frame [1]uintptr
-	if runtime.Callers(maxGuardDepth, frame[:]) > 0 {
-		g.err = fmt.Errorf("macros or loops call themselves too deeply: %w", ErrLimit)
 	}
 	return g.err
 }

@@ -230,6 +230,7 @@ def main():
     p.add_argument("--cache", type=pathlib.Path)
     p.add_argument("--out", type=pathlib.Path, default=HERE)
     p.add_argument("--count", type=int, default=300)
+    p.add_argument("--templates", type=pathlib.Path, help="a folder of .jinja files, instead of the ones in templates.py")
     p.add_argument("--skip-templates", action="store_true")
     a = p.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
@@ -242,7 +243,7 @@ def main():
     if not a.skip_templates:
         import templates
 
-        write(a.out / "templates.json.gz", templates.cases())
+        write(a.out / "templates.json.gz", templates.cases(a.templates))
 
 
 if __name__ == "__main__":
