@@ -3,6 +3,11 @@
 package shm
 
 import (
+	"encoding/binary"
+	"net"
+	"time"
+
+	"baton/transfer/internal/backend"
 	"bytes"
 	"context"
 	"crypto/rand"
@@ -132,4 +137,41 @@ func TestBatches(t *testing.T) {
 	if n := len(batches([]transfer.Copy{{Len: 2 << 20}}, 4)); n != 4 {
 		t.Errorf("2 MiB for 4 threads are %d batches", n)
 	}
+}
+
+// A stranger gets no descriptor, whatever it says.
+func FuzzServe(f *testing.F) {
+	src := open(f, 4096, Options{Timeout: time.Second})
+	addr := src.server.Addr().String()
+	claim := binary.LittleEndian.AppendUint64([]byte{0, 0, 0, 0, kindClaim}, 1)
+	claim = backend.EndFrame(backend.AppendClaim(claim, 1, capability), 0)
+	ranges := backend.EndFrame(backend.AppendRanges(make([]byte, 4), []transfer.Range{{Len: 10}}), 0)
+	f.Add(true, append(claim, ranges...))
+	f.Add(true, []byte{9, 0, 0, 0, kindDone, 1, 0, 0, 0, 0, 0, 0, 0})
+	f.Add(false, []byte(magic))
+	f.Fuzz(func(t *testing.T, greet bool, rest []byte) {
+		c, err := net.Dial("unix", addr)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		c.SetDeadline(time.Now().Add(5 * time.Second))
+		var b []byte
+		if greet {
+			b = binary.LittleEndian.AppendUint64([]byte(magic), src.id)
+		}
+		if _, err := c.Write(append(b, rest...)); err == nil {
+			c.(*net.UnixConn).CloseWrite()
+		}
+		in := &fdReader{c: c.(*net.UnixConn)}
+		defer in.close()
+		for buf := make([]byte, 4096); ; {
+			if _, err := in.Read(buf); err != nil {
+				break
+			}
+		}
+		if len(in.fds) > 0 {
+			t.Fatal("a stranger got the memory")
+		}
+	})
 }

@@ -71,7 +71,7 @@ func (c conn) verdict() error {
 	if err := c.awaitRead(); err != nil {
 		return err
 	}
-	b, err := backend.ReadFrame(c, nil, backend.MaxClaim)
+	b, err := backend.ReadVerdict(c)
 	if err != nil {
 		return &lostError{err}
 	}

@@ -3,6 +3,7 @@ package tcp
 import (
 	"context"
 	"errors"
+	"io"
 
 	"baton/transfer"
 	"baton/transfer/internal/backend"
@@ -60,34 +61,27 @@ func (p *Puller) Pull(ctx context.Context, peer []byte, handoff uint64, capabili
 			return nil
 		}
 		return p.parallel(t.Context(), total, func(ctx context.Context, _ int, off, size int64) error {
-			request, err := appendRequest(nil, claim, part(src, off, size))
+			request, err := appendRequest(nil, claim, backend.Part(src, off, size))
 			if err != nil {
 				return err
 			}
 			return p.pool.do(ctx, key, request, func(c conn) error {
-				return c.receive(p.mem.Data, part(dst, off, size), t.Moved)
+				return c.receive(p.mem.Data, backend.Part(dst, off, size), t.Moved)
 			})
 		})
 	})
 }
 
-// part returns size bytes of ranges from an offset, in a list of its own.
-func part(ranges []transfer.Range, off, size int64) []transfer.Range {
-	_, tail := backend.Cut(ranges, off)
-	head, _ := backend.Cut(tail, size)
-	return head
-}
-
 // serve is the source's side of one connection.
 func (p *Puller) serve(s *backend.Session) {
-	c, stale := p.greet(s)
+	c, r, stale := p.greet(s)
 	if stale != nil && !errors.Is(stale, transfer.ErrRefused) {
 		return
 	}
 	var claim, body []byte
 	for {
 		var err error
-		if claim, err = backend.ReadFrame(s, claim, backend.MaxClaim); err != nil {
+		if claim, err = backend.ReadFrame(r, claim, backend.MaxClaim); err != nil {
 			return
 		}
 		handoff, capability, err := backend.ParseClaim(claim)
@@ -99,14 +93,14 @@ func (p *Puller) serve(s *backend.Session) {
 			refusal = p.exports.Check(handoff, capability)
 		}
 		if refusal != nil {
-			if backend.SkipFrame(s, backend.MaxFrame) != nil || c.answer(refusal) != nil || stale != nil {
+			if backend.SkipFrame(r, backend.MaxFrame) != nil || c.answer(refusal) != nil || stale != nil {
 				return
 			}
 			continue
 		}
 		s.Proven()
 		var ranges []transfer.Range
-		ranges, body, err = p.ranges(c, body)
+		ranges, body, err = p.ranges(c, r, body)
 		if ranges == nil {
 			if err != nil {
 				_ = c.answer(err)
@@ -121,11 +115,11 @@ func (p *Puller) serve(s *backend.Session) {
 
 // ranges reads the list of ranges that follows a claim. Without any the connection is of no more use,
 // and the error, if there is one, is for the peer.
-func (e *endpoint) ranges(c conn, buf []byte) ([]transfer.Range, []byte, error) {
+func (e *endpoint) ranges(c conn, r io.Reader, buf []byte) ([]transfer.Range, []byte, error) {
 	if c.awaitRead() != nil {
 		return nil, buf, nil
 	}
-	buf, err := backend.ReadFrame(c, buf, backend.MaxFrame)
+	buf, err := backend.ReadFrame(r, buf, backend.MaxFrame)
 	if err != nil {
 		return nil, nil, nil
 	}

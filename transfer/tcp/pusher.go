@@ -212,12 +212,12 @@ func (p *Pusher) Push(ctx context.Context, peer, tagged []byte, copies []transfe
 		}
 		return p.parallel(t.Context(), total, func(ctx context.Context, streams int, off, size int64) error {
 			shown := claim{ticket(to.Ticket), binary.LittleEndian.Uint64(push[:]), uint32(streams)}
-			request, err := appendRequest(nil, shown.append(nil), part(dst, off, size))
+			request, err := appendRequest(nil, shown.append(nil), backend.Part(dst, off, size))
 			if err != nil {
 				return err
 			}
 			return p.pool.do(ctx, key, request, func(c conn) error {
-				if err := c.send(nil, p.mem.Data, part(src, off, size), t.Moved); err != nil {
+				if err := c.send(nil, p.mem.Data, backend.Part(src, off, size), t.Moved); err != nil {
 					return err
 				}
 				return c.verdict()
@@ -228,14 +228,14 @@ func (p *Pusher) Push(ctx context.Context, peer, tagged []byte, copies []transfe
 
 // serve is the destination's side of one connection.
 func (p *Pusher) serve(s *backend.Session) {
-	c, stale := p.greet(s)
+	c, r, stale := p.greet(s)
 	if stale != nil && !errors.Is(stale, transfer.ErrRefused) {
 		return
 	}
 	var shown, body []byte
 	for {
 		var err error
-		if shown, err = backend.ReadFrame(s, shown, backend.MaxClaim); err != nil {
+		if shown, err = backend.ReadFrame(r, shown, backend.MaxClaim); err != nil {
 			return
 		}
 		claim, ok := parseClaim(shown)
@@ -247,18 +247,21 @@ func (p *Pusher) serve(s *backend.Session) {
 			refusal = p.check(claim)
 		}
 		if refusal != nil {
-			if backend.SkipFrame(s, backend.MaxFrame) != nil || c.answer(refusal) != nil || stale != nil {
+			if backend.SkipFrame(r, backend.MaxFrame) != nil || c.answer(refusal) != nil || stale != nil {
 				return
 			}
 			continue
 		}
 		s.Proven()
 		var ranges []transfer.Range
-		ranges, body, err = p.ranges(c, body)
+		ranges, body, err = p.ranges(c, r, body)
 		if ranges == nil {
 			if err != nil {
 				_ = c.answer(err)
 			}
+			return
+		}
+		if r.Buffered() > 0 { // bytes before they were asked for
 			return
 		}
 		if p.receiveFrom(c, claim, ranges) != nil || c.awaitNothing() != nil {

@@ -8,6 +8,7 @@
 package tcp
 
 import (
+	"bufio"
 	"context"
 	"crypto/rand"
 	"encoding/binary"
@@ -176,18 +177,19 @@ const (
 
 var errIncarnation = fmt.Errorf("%w: another process has this address now", transfer.ErrRefused)
 
-// greet reads and checks a hello.
-func (e *endpoint) greet(s *backend.Session) (conn, error) {
-	c := newConn(s.Conn, e.opt)
+// greet reads and checks a hello. Requests are read through the buffer that it returns; the bytes of a
+// push are not, and come only after a verdict.
+func (e *endpoint) greet(s *backend.Session) (conn, *bufio.Reader, error) {
+	c, r := newConn(s.Conn, e.opt), bufio.NewReader(s)
 	var hello [helloSize]byte
-	if _, err := io.ReadFull(s, hello[:]); err != nil {
-		return c, err
+	if _, err := io.ReadFull(r, hello[:]); err != nil {
+		return c, r, err
 	}
 	if string(hello[:len(magic)]) != magic {
-		return c, errors.New("not a peer")
+		return c, r, errors.New("not a peer")
 	}
 	if binary.LittleEndian.Uint64(hello[len(magic):]) != e.id {
-		return c, errIncarnation
+		return c, r, errIncarnation
 	}
-	return c, nil
+	return c, r, nil
 }

@@ -101,6 +101,22 @@ func ParseVerdict(b []byte) error {
 	return fmt.Errorf("the peer does not accept the request: %.200q", b[1:])
 }
 
+// ReadVerdict reads the frame of an answer, and not a byte beyond. A yes takes one read.
+func ReadVerdict(r io.Reader) ([]byte, error) {
+	var b [FrameHead + 1]byte
+	if _, err := io.ReadFull(r, b[:]); err != nil {
+		return nil, err
+	}
+	size := binary.LittleEndian.Uint32(b[:])
+	if size == 0 || size > MaxClaim {
+		return nil, fmt.Errorf("an answer of %d bytes", size)
+	}
+	verdict := make([]byte, size)
+	verdict[0] = b[FrameHead]
+	_, err := io.ReadFull(r, verdict[1:])
+	return verdict, err
+}
+
 // Frames are a little-endian uint32 length and so many bytes.
 const (
 	FrameHead = 4

@@ -28,6 +28,7 @@ func inside(r transfer.Range, size int64) bool {
 // Split checks copies against the sizes of both memories and returns what is read and what is
 // written, each in order with neighbours joined: byte i of the first list goes to byte i of the other.
 func Split(copies []transfer.Copy, srcSize, dstSize int64) (src, dst []transfer.Range, err error) {
+	src, dst = make([]transfer.Range, 0, len(copies)), make([]transfer.Range, 0, len(copies))
 	var total int64
 	for i, c := range copies {
 		s, d := transfer.Range{Off: c.Src, Len: c.Len}, transfer.Range{Off: c.Dst, Len: c.Len}
@@ -57,21 +58,23 @@ func join(ranges []transfer.Range, r transfer.Range) []transfer.Range {
 	return append(ranges, r)
 }
 
-// Cut divides ranges after so many bytes. The parts share no element.
-func Cut(ranges []transfer.Range, bytes int64) (head, tail []transfer.Range) {
-	for i, r := range ranges {
-		if bytes < r.Len {
-			tail = slices.Clone(ranges[i:])
-			if bytes > 0 {
-				head = append(head, transfer.Range{Off: r.Off, Len: bytes})
-				tail[0] = transfer.Range{Off: r.Off + bytes, Len: r.Len - bytes}
-			}
-			return head, tail
-		}
-		head = append(head, r)
-		bytes -= r.Len
+// Part returns size bytes of ranges from an offset into them, in a list of its own.
+func Part(ranges []transfer.Range, off, size int64) []transfer.Range {
+	for len(ranges) > 0 && off >= ranges[0].Len {
+		off -= ranges[0].Len
+		ranges = ranges[1:]
 	}
-	return head, nil
+	n, end := 0, int64(0)
+	for n < len(ranges) && end < off+size {
+		end += ranges[n].Len
+		n++
+	}
+	part := slices.Clone(ranges[:n])
+	if n > 0 {
+		part[0].Off, part[0].Len = part[0].Off+off, part[0].Len-off
+		part[n-1].Len -= max(0, end-off-size)
+	}
+	return part
 }
 
 // maxTotal keeps sums of lengths from overflowing.
