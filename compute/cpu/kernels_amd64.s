@@ -531,6 +531,7 @@ tile1_next:
 	ADDQ DI, SI
 
 done:
+	VZEROUPPER
 	RET
 
 // func expandF32AVX2(dst *float32, dstStride int, src *byte, srcStride int, rows int, n int)
@@ -542,6 +543,7 @@ TEXT ·expandF32AVX2(SB), NOSPLIT, $0-48
 	MOVQ  srcStride+24(FP), BX
 	MOVQ  rows+32(FP), SI
 	MOVQ  n+40(FP), DI
+	SHRQ  $0x03, DI
 	TESTQ SI, SI
 	JZ    row_end
 
@@ -549,7 +551,6 @@ row:
 	MOVQ  AX, R8
 	MOVQ  DX, R9
 	MOVQ  DI, R10
-	SHRQ  $0x03, R10
 	TESTQ R10, R10
 	JZ    step_end
 
@@ -568,6 +569,7 @@ step_end:
 	JNZ  row
 
 row_end:
+	VZEROUPPER
 	RET
 
 // func expandF16AVX2(dst *float32, dstStride int, src *byte, srcStride int, rows int, n int)
@@ -579,6 +581,7 @@ TEXT ·expandF16AVX2(SB), NOSPLIT, $0-48
 	MOVQ  srcStride+24(FP), BX
 	MOVQ  rows+32(FP), SI
 	MOVQ  n+40(FP), DI
+	SHRQ  $0x03, DI
 	TESTQ SI, SI
 	JZ    row_end
 
@@ -586,7 +589,6 @@ row:
 	MOVQ  AX, R8
 	MOVQ  DX, R9
 	MOVQ  DI, R10
-	SHRQ  $0x03, R10
 	TESTQ R10, R10
 	JZ    step_end
 
@@ -605,6 +607,7 @@ step_end:
 	JNZ  row
 
 row_end:
+	VZEROUPPER
 	RET
 
 // func expandBF16AVX2(dst *float32, dstStride int, src *byte, srcStride int, rows int, n int)
@@ -616,6 +619,7 @@ TEXT ·expandBF16AVX2(SB), NOSPLIT, $0-48
 	MOVQ  srcStride+24(FP), BX
 	MOVQ  rows+32(FP), SI
 	MOVQ  n+40(FP), DI
+	SHRQ  $0x03, DI
 	TESTQ SI, SI
 	JZ    row_end
 
@@ -623,7 +627,6 @@ row:
 	MOVQ  AX, R8
 	MOVQ  DX, R9
 	MOVQ  DI, R10
-	SHRQ  $0x03, R10
 	TESTQ R10, R10
 	JZ    step_end
 
@@ -643,6 +646,7 @@ step_end:
 	JNZ  row
 
 row_end:
+	VZEROUPPER
 	RET
 
 // func expandQ8_0AVX2(dst *float32, dstStride int, src *byte, srcStride int, rows int, n int)
@@ -654,6 +658,7 @@ TEXT ·expandQ8_0AVX2(SB), NOSPLIT, $0-48
 	MOVQ  srcStride+24(FP), BX
 	MOVQ  rows+32(FP), SI
 	MOVQ  n+40(FP), DI
+	SHRQ  $0x05, DI
 	TESTQ SI, SI
 	JZ    row_end
 
@@ -661,7 +666,6 @@ row:
 	MOVQ  AX, R8
 	MOVQ  DX, R9
 	MOVQ  DI, R10
-	SHRQ  $0x05, R10
 	TESTQ R10, R10
 	JZ    step_end
 
@@ -696,6 +700,7 @@ step_end:
 	JNZ  row
 
 row_end:
+	VZEROUPPER
 	RET
 
 // func expandQ4_0AVX2(dst *float32, dstStride int, src *byte, srcStride int, rows int, n int)
@@ -707,6 +712,7 @@ TEXT ·expandQ4_0AVX2(SB), NOSPLIT, $0-48
 	MOVQ  srcStride+24(FP), BX
 	MOVQ  rows+32(FP), SI
 	MOVQ  n+40(FP), DI
+	SHRQ  $0x05, DI
 	TESTQ SI, SI
 	JZ    row_end
 
@@ -714,33 +720,30 @@ row:
 	MOVQ  AX, R8
 	MOVQ  DX, R9
 	MOVQ  DI, R10
-	SHRQ  $0x05, R10
 	TESTQ R10, R10
 	JZ    step_end
 
 step:
 	VPBROADCASTW (R9), X0
 	VCVTPH2PS    X0, Y0
-	VPMOVZXBD    2(R9), Y1
-	VPAND        lowNibble<>+0(SB), Y1, Y1
+	VPMOVZXBD    2(R9), Y2
+	VPAND        lowNibble<>+0(SB), Y2, Y1
 	VPSUBD       eight<>+0(SB), Y1, Y1
 	VCVTDQ2PS    Y1, Y1
 	VMULPS       Y0, Y1, Y1
 	VMOVUPS      Y1, (R8)
-	VPMOVZXBD    10(R9), Y1
-	VPAND        lowNibble<>+0(SB), Y1, Y1
+	VPMOVZXBD    10(R9), Y3
+	VPAND        lowNibble<>+0(SB), Y3, Y1
 	VPSUBD       eight<>+0(SB), Y1, Y1
 	VCVTDQ2PS    Y1, Y1
 	VMULPS       Y0, Y1, Y1
 	VMOVUPS      Y1, 32(R8)
-	VPMOVZXBD    2(R9), Y1
-	VPSRLD       $0x04, Y1, Y1
+	VPSRLD       $0x04, Y2, Y1
 	VPSUBD       eight<>+0(SB), Y1, Y1
 	VCVTDQ2PS    Y1, Y1
 	VMULPS       Y0, Y1, Y1
 	VMOVUPS      Y1, 64(R8)
-	VPMOVZXBD    10(R9), Y1
-	VPSRLD       $0x04, Y1, Y1
+	VPSRLD       $0x04, Y3, Y1
 	VPSUBD       eight<>+0(SB), Y1, Y1
 	VCVTDQ2PS    Y1, Y1
 	VMULPS       Y0, Y1, Y1
@@ -757,6 +760,7 @@ step_end:
 	JNZ  row
 
 row_end:
+	VZEROUPPER
 	RET
 
 DATA lowNibble<>+0(SB)/4, $0x0000000f
@@ -788,6 +792,7 @@ TEXT ·expandQ4_1AVX2(SB), NOSPLIT, $0-48
 	MOVQ  srcStride+24(FP), BX
 	MOVQ  rows+32(FP), SI
 	MOVQ  n+40(FP), DI
+	SHRQ  $0x05, DI
 	TESTQ SI, SI
 	JZ    row_end
 
@@ -795,7 +800,6 @@ row:
 	MOVQ  AX, R8
 	MOVQ  DX, R9
 	MOVQ  DI, R10
-	SHRQ  $0x05, R10
 	TESTQ R10, R10
 	JZ    step_end
 
@@ -804,23 +808,21 @@ step:
 	VCVTPH2PS    X0, Y0
 	VPBROADCASTW 2(R9), X1
 	VCVTPH2PS    X1, Y1
-	VPMOVZXBD    4(R9), Y2
-	VPAND        lowNibble<>+0(SB), Y2, Y2
+	VPMOVZXBD    4(R9), Y3
+	VPAND        lowNibble<>+0(SB), Y3, Y2
 	VCVTDQ2PS    Y2, Y2
 	VFMADD213PS  Y1, Y0, Y2
 	VMOVUPS      Y2, (R8)
-	VPMOVZXBD    12(R9), Y2
-	VPAND        lowNibble<>+0(SB), Y2, Y2
+	VPMOVZXBD    12(R9), Y4
+	VPAND        lowNibble<>+0(SB), Y4, Y2
 	VCVTDQ2PS    Y2, Y2
 	VFMADD213PS  Y1, Y0, Y2
 	VMOVUPS      Y2, 32(R8)
-	VPMOVZXBD    4(R9), Y2
-	VPSRLD       $0x04, Y2, Y2
+	VPSRLD       $0x04, Y3, Y2
 	VCVTDQ2PS    Y2, Y2
 	VFMADD213PS  Y1, Y0, Y2
 	VMOVUPS      Y2, 64(R8)
-	VPMOVZXBD    12(R9), Y2
-	VPSRLD       $0x04, Y2, Y2
+	VPSRLD       $0x04, Y4, Y2
 	VCVTDQ2PS    Y2, Y2
 	VFMADD213PS  Y1, Y0, Y2
 	VMOVUPS      Y2, 96(R8)
@@ -836,6 +838,7 @@ step_end:
 	JNZ  row
 
 row_end:
+	VZEROUPPER
 	RET
 
 // func expandQ5_0AVX2(dst *float32, dstStride int, src *byte, srcStride int, rows int, n int)
@@ -847,6 +850,7 @@ TEXT ·expandQ5_0AVX2(SB), NOSPLIT, $0-48
 	MOVQ  srcStride+24(FP), BX
 	MOVQ  rows+32(FP), SI
 	MOVQ  n+40(FP), DI
+	SHRQ  $0x05, DI
 	TESTQ SI, SI
 	JZ    row_end
 
@@ -854,7 +858,6 @@ row:
 	MOVQ  AX, R8
 	MOVQ  DX, R9
 	MOVQ  DI, R10
-	SHRQ  $0x05, R10
 	TESTQ R10, R10
 	JZ    step_end
 
@@ -862,43 +865,38 @@ step:
 	VPBROADCASTW (R9), X0
 	VCVTPH2PS    X0, Y0
 	VPBROADCASTD 2(R9), Y1
-	VPMOVZXBD    6(R9), Y2
-	VPAND        lowNibble<>+0(SB), Y2, Y2
-	VPSRLVD      bits0<>+0(SB), Y1, Y3
-	VPSLLD       $0x04, Y3, Y3
-	VPAND        fifthBit<>+0(SB), Y3, Y3
-	VPOR         Y3, Y2, Y2
-	VPSUBD       fifthBit<>+0(SB), Y2, Y2
+	VPMOVZXBD    6(R9), Y3
+	VPAND        lowNibble<>+0(SB), Y3, Y2
+	VPSLLD       $0x04, Y1, Y4
+	VPSRLVD      iota0<>+0(SB), Y4, Y4
+	VPAND        sixteen<>+0(SB), Y4, Y4
+	VPOR         Y4, Y2, Y2
+	VPSUBD       sixteen<>+0(SB), Y2, Y2
 	VCVTDQ2PS    Y2, Y2
 	VMULPS       Y0, Y2, Y2
 	VMOVUPS      Y2, (R8)
-	VPMOVZXBD    14(R9), Y2
-	VPAND        lowNibble<>+0(SB), Y2, Y2
-	VPSRLVD      bits8<>+0(SB), Y1, Y3
-	VPSLLD       $0x04, Y3, Y3
-	VPAND        fifthBit<>+0(SB), Y3, Y3
-	VPOR         Y3, Y2, Y2
-	VPSUBD       fifthBit<>+0(SB), Y2, Y2
+	VPMOVZXBD    14(R9), Y4
+	VPAND        lowNibble<>+0(SB), Y4, Y2
+	VPSRLVD      iota4<>+0(SB), Y1, Y5
+	VPAND        sixteen<>+0(SB), Y5, Y5
+	VPOR         Y5, Y2, Y2
+	VPSUBD       sixteen<>+0(SB), Y2, Y2
 	VCVTDQ2PS    Y2, Y2
 	VMULPS       Y0, Y2, Y2
 	VMOVUPS      Y2, 32(R8)
-	VPMOVZXBD    6(R9), Y2
-	VPSRLD       $0x04, Y2, Y2
-	VPSRLVD      bits16<>+0(SB), Y1, Y3
-	VPSLLD       $0x04, Y3, Y3
-	VPAND        fifthBit<>+0(SB), Y3, Y3
+	VPSRLD       $0x04, Y3, Y2
+	VPSRLVD      iota12<>+0(SB), Y1, Y3
+	VPAND        sixteen<>+0(SB), Y3, Y3
 	VPOR         Y3, Y2, Y2
-	VPSUBD       fifthBit<>+0(SB), Y2, Y2
+	VPSUBD       sixteen<>+0(SB), Y2, Y2
 	VCVTDQ2PS    Y2, Y2
 	VMULPS       Y0, Y2, Y2
 	VMOVUPS      Y2, 64(R8)
-	VPMOVZXBD    14(R9), Y2
-	VPSRLD       $0x04, Y2, Y2
-	VPSRLVD      bits24<>+0(SB), Y1, Y1
-	VPSLLD       $0x04, Y1, Y1
-	VPAND        fifthBit<>+0(SB), Y1, Y1
+	VPSRLD       $0x04, Y4, Y2
+	VPSRLVD      iota20<>+0(SB), Y1, Y1
+	VPAND        sixteen<>+0(SB), Y1, Y1
 	VPOR         Y1, Y2, Y2
-	VPSUBD       fifthBit<>+0(SB), Y2, Y2
+	VPSUBD       sixteen<>+0(SB), Y2, Y2
 	VCVTDQ2PS    Y2, Y2
 	VMULPS       Y0, Y2, Y2
 	VMOVUPS      Y2, 96(R8)
@@ -914,57 +912,58 @@ step_end:
 	JNZ  row
 
 row_end:
+	VZEROUPPER
 	RET
 
-DATA bits0<>+0(SB)/4, $0x00000000
-DATA bits0<>+4(SB)/4, $0x00000001
-DATA bits0<>+8(SB)/4, $0x00000002
-DATA bits0<>+12(SB)/4, $0x00000003
-DATA bits0<>+16(SB)/4, $0x00000004
-DATA bits0<>+20(SB)/4, $0x00000005
-DATA bits0<>+24(SB)/4, $0x00000006
-DATA bits0<>+28(SB)/4, $0x00000007
-GLOBL bits0<>(SB), RODATA|NOPTR, $32
+DATA iota0<>+0(SB)/4, $0x00000000
+DATA iota0<>+4(SB)/4, $0x00000001
+DATA iota0<>+8(SB)/4, $0x00000002
+DATA iota0<>+12(SB)/4, $0x00000003
+DATA iota0<>+16(SB)/4, $0x00000004
+DATA iota0<>+20(SB)/4, $0x00000005
+DATA iota0<>+24(SB)/4, $0x00000006
+DATA iota0<>+28(SB)/4, $0x00000007
+GLOBL iota0<>(SB), RODATA|NOPTR, $32
 
-DATA fifthBit<>+0(SB)/4, $0x00000010
-DATA fifthBit<>+4(SB)/4, $0x00000010
-DATA fifthBit<>+8(SB)/4, $0x00000010
-DATA fifthBit<>+12(SB)/4, $0x00000010
-DATA fifthBit<>+16(SB)/4, $0x00000010
-DATA fifthBit<>+20(SB)/4, $0x00000010
-DATA fifthBit<>+24(SB)/4, $0x00000010
-DATA fifthBit<>+28(SB)/4, $0x00000010
-GLOBL fifthBit<>(SB), RODATA|NOPTR, $32
+DATA sixteen<>+0(SB)/4, $0x00000010
+DATA sixteen<>+4(SB)/4, $0x00000010
+DATA sixteen<>+8(SB)/4, $0x00000010
+DATA sixteen<>+12(SB)/4, $0x00000010
+DATA sixteen<>+16(SB)/4, $0x00000010
+DATA sixteen<>+20(SB)/4, $0x00000010
+DATA sixteen<>+24(SB)/4, $0x00000010
+DATA sixteen<>+28(SB)/4, $0x00000010
+GLOBL sixteen<>(SB), RODATA|NOPTR, $32
 
-DATA bits8<>+0(SB)/4, $0x00000008
-DATA bits8<>+4(SB)/4, $0x00000009
-DATA bits8<>+8(SB)/4, $0x0000000a
-DATA bits8<>+12(SB)/4, $0x0000000b
-DATA bits8<>+16(SB)/4, $0x0000000c
-DATA bits8<>+20(SB)/4, $0x0000000d
-DATA bits8<>+24(SB)/4, $0x0000000e
-DATA bits8<>+28(SB)/4, $0x0000000f
-GLOBL bits8<>(SB), RODATA|NOPTR, $32
+DATA iota4<>+0(SB)/4, $0x00000004
+DATA iota4<>+4(SB)/4, $0x00000005
+DATA iota4<>+8(SB)/4, $0x00000006
+DATA iota4<>+12(SB)/4, $0x00000007
+DATA iota4<>+16(SB)/4, $0x00000008
+DATA iota4<>+20(SB)/4, $0x00000009
+DATA iota4<>+24(SB)/4, $0x0000000a
+DATA iota4<>+28(SB)/4, $0x0000000b
+GLOBL iota4<>(SB), RODATA|NOPTR, $32
 
-DATA bits16<>+0(SB)/4, $0x00000010
-DATA bits16<>+4(SB)/4, $0x00000011
-DATA bits16<>+8(SB)/4, $0x00000012
-DATA bits16<>+12(SB)/4, $0x00000013
-DATA bits16<>+16(SB)/4, $0x00000014
-DATA bits16<>+20(SB)/4, $0x00000015
-DATA bits16<>+24(SB)/4, $0x00000016
-DATA bits16<>+28(SB)/4, $0x00000017
-GLOBL bits16<>(SB), RODATA|NOPTR, $32
+DATA iota12<>+0(SB)/4, $0x0000000c
+DATA iota12<>+4(SB)/4, $0x0000000d
+DATA iota12<>+8(SB)/4, $0x0000000e
+DATA iota12<>+12(SB)/4, $0x0000000f
+DATA iota12<>+16(SB)/4, $0x00000010
+DATA iota12<>+20(SB)/4, $0x00000011
+DATA iota12<>+24(SB)/4, $0x00000012
+DATA iota12<>+28(SB)/4, $0x00000013
+GLOBL iota12<>(SB), RODATA|NOPTR, $32
 
-DATA bits24<>+0(SB)/4, $0x00000018
-DATA bits24<>+4(SB)/4, $0x00000019
-DATA bits24<>+8(SB)/4, $0x0000001a
-DATA bits24<>+12(SB)/4, $0x0000001b
-DATA bits24<>+16(SB)/4, $0x0000001c
-DATA bits24<>+20(SB)/4, $0x0000001d
-DATA bits24<>+24(SB)/4, $0x0000001e
-DATA bits24<>+28(SB)/4, $0x0000001f
-GLOBL bits24<>(SB), RODATA|NOPTR, $32
+DATA iota20<>+0(SB)/4, $0x00000014
+DATA iota20<>+4(SB)/4, $0x00000015
+DATA iota20<>+8(SB)/4, $0x00000016
+DATA iota20<>+12(SB)/4, $0x00000017
+DATA iota20<>+16(SB)/4, $0x00000018
+DATA iota20<>+20(SB)/4, $0x00000019
+DATA iota20<>+24(SB)/4, $0x0000001a
+DATA iota20<>+28(SB)/4, $0x0000001b
+GLOBL iota20<>(SB), RODATA|NOPTR, $32
 
 // func expandQ5_1AVX2(dst *float32, dstStride int, src *byte, srcStride int, rows int, n int)
 // Requires: AVX, AVX2, F16C, FMA3
@@ -975,6 +974,7 @@ TEXT ·expandQ5_1AVX2(SB), NOSPLIT, $0-48
 	MOVQ  srcStride+24(FP), BX
 	MOVQ  rows+32(FP), SI
 	MOVQ  n+40(FP), DI
+	SHRQ  $0x05, DI
 	TESTQ SI, SI
 	JZ    row_end
 
@@ -982,7 +982,6 @@ row:
 	MOVQ  AX, R8
 	MOVQ  DX, R9
 	MOVQ  DI, R10
-	SHRQ  $0x05, R10
 	TESTQ R10, R10
 	JZ    step_end
 
@@ -992,38 +991,33 @@ step:
 	VPBROADCASTW 2(R9), X1
 	VCVTPH2PS    X1, Y1
 	VPBROADCASTD 4(R9), Y2
-	VPMOVZXBD    8(R9), Y3
-	VPAND        lowNibble<>+0(SB), Y3, Y3
-	VPSRLVD      bits0<>+0(SB), Y2, Y4
-	VPSLLD       $0x04, Y4, Y4
-	VPAND        fifthBit<>+0(SB), Y4, Y4
-	VPOR         Y4, Y3, Y3
+	VPMOVZXBD    8(R9), Y4
+	VPAND        lowNibble<>+0(SB), Y4, Y3
+	VPSLLD       $0x04, Y2, Y5
+	VPSRLVD      iota0<>+0(SB), Y5, Y5
+	VPAND        sixteen<>+0(SB), Y5, Y5
+	VPOR         Y5, Y3, Y3
 	VCVTDQ2PS    Y3, Y3
 	VFMADD213PS  Y1, Y0, Y3
 	VMOVUPS      Y3, (R8)
-	VPMOVZXBD    16(R9), Y3
-	VPAND        lowNibble<>+0(SB), Y3, Y3
-	VPSRLVD      bits8<>+0(SB), Y2, Y4
-	VPSLLD       $0x04, Y4, Y4
-	VPAND        fifthBit<>+0(SB), Y4, Y4
-	VPOR         Y4, Y3, Y3
+	VPMOVZXBD    16(R9), Y5
+	VPAND        lowNibble<>+0(SB), Y5, Y3
+	VPSRLVD      iota4<>+0(SB), Y2, Y6
+	VPAND        sixteen<>+0(SB), Y6, Y6
+	VPOR         Y6, Y3, Y3
 	VCVTDQ2PS    Y3, Y3
 	VFMADD213PS  Y1, Y0, Y3
 	VMOVUPS      Y3, 32(R8)
-	VPMOVZXBD    8(R9), Y3
-	VPSRLD       $0x04, Y3, Y3
-	VPSRLVD      bits16<>+0(SB), Y2, Y4
-	VPSLLD       $0x04, Y4, Y4
-	VPAND        fifthBit<>+0(SB), Y4, Y4
+	VPSRLD       $0x04, Y4, Y3
+	VPSRLVD      iota12<>+0(SB), Y2, Y4
+	VPAND        sixteen<>+0(SB), Y4, Y4
 	VPOR         Y4, Y3, Y3
 	VCVTDQ2PS    Y3, Y3
 	VFMADD213PS  Y1, Y0, Y3
 	VMOVUPS      Y3, 64(R8)
-	VPMOVZXBD    16(R9), Y3
-	VPSRLD       $0x04, Y3, Y3
-	VPSRLVD      bits24<>+0(SB), Y2, Y2
-	VPSLLD       $0x04, Y2, Y2
-	VPAND        fifthBit<>+0(SB), Y2, Y2
+	VPSRLD       $0x04, Y5, Y3
+	VPSRLVD      iota20<>+0(SB), Y2, Y2
+	VPAND        sixteen<>+0(SB), Y2, Y2
 	VPOR         Y2, Y3, Y3
 	VCVTDQ2PS    Y3, Y3
 	VFMADD213PS  Y1, Y0, Y3
@@ -1040,72 +1034,210 @@ step_end:
 	JNZ  row
 
 row_end:
+	VZEROUPPER
 	RET
 
 // func gemvF32AVX2(out *float32, w *byte, wStride int, x *float32, groups int, k int)
 // Requires: AVX, FMA3
 TEXT ·gemvF32AVX2(SB), NOSPLIT, $0-48
-	MOVQ  out+0(FP), AX
-	MOVQ  w+8(FP), CX
-	MOVQ  wStride+16(FP), DX
-	MOVQ  x+24(FP), BX
-	MOVQ  groups+32(FP), SI
-	MOVQ  k+40(FP), DI
-	SHRQ  $0x05, DI
-	LEAQ  (DX)(DX*2), R11
-	TESTQ SI, SI
-	JZ    group_end
+	MOVQ out+0(FP), AX
+	MOVQ w+8(FP), CX
+	MOVQ wStride+16(FP), DX
+	MOVQ x+24(FP), BX
+	MOVQ k+40(FP), SI
+	MOVQ groups+32(FP), R8
+	SHRQ $0x05, SI
+	LEAQ (DX)(DX*2), DI
 
-group:
-	MOVQ   CX, R8
-	MOVQ   BX, R9
-	MOVQ   DI, R10
+eight:
+	CMPQ   R8, $0x02
+	JL     four
+	MOVQ   CX, R9
+	LEAQ   (CX)(DX*4), CX
+	MOVQ   CX, R10
+	LEAQ   (CX)(DX*4), CX
+	MOVQ   BX, R11
+	MOVQ   SI, R12
 	VXORPS Y0, Y0, Y0
 	VXORPS Y1, Y1, Y1
 	VXORPS Y2, Y2, Y2
 	VXORPS Y3, Y3, Y3
-	TESTQ  R10, R10
-	JZ     step_end
+	VXORPS Y4, Y4, Y4
+	VXORPS Y5, Y5, Y5
+	VXORPS Y6, Y6, Y6
+	VXORPS Y7, Y7, Y7
+	TESTQ  R12, R12
+	JZ     eight_step_end
 
-step:
-	VMOVUPS     (R8), Y4
-	VFMADD231PS (R9), Y4, Y0
-	VMOVUPS     32(R8), Y4
-	VFMADD231PS 32(R9), Y4, Y0
-	VMOVUPS     64(R8), Y4
-	VFMADD231PS 64(R9), Y4, Y0
-	VMOVUPS     96(R8), Y4
-	VFMADD231PS 96(R9), Y4, Y0
-	VMOVUPS     (R8)(DX*1), Y4
-	VFMADD231PS (R9), Y4, Y1
-	VMOVUPS     32(R8)(DX*1), Y4
-	VFMADD231PS 32(R9), Y4, Y1
-	VMOVUPS     64(R8)(DX*1), Y4
-	VFMADD231PS 64(R9), Y4, Y1
-	VMOVUPS     96(R8)(DX*1), Y4
-	VFMADD231PS 96(R9), Y4, Y1
-	VMOVUPS     (R8)(DX*2), Y4
-	VFMADD231PS (R9), Y4, Y2
-	VMOVUPS     32(R8)(DX*2), Y4
-	VFMADD231PS 32(R9), Y4, Y2
-	VMOVUPS     64(R8)(DX*2), Y4
-	VFMADD231PS 64(R9), Y4, Y2
-	VMOVUPS     96(R8)(DX*2), Y4
-	VFMADD231PS 96(R9), Y4, Y2
-	VMOVUPS     (R8)(R11*1), Y4
-	VFMADD231PS (R9), Y4, Y3
-	VMOVUPS     32(R8)(R11*1), Y4
-	VFMADD231PS 32(R9), Y4, Y3
-	VMOVUPS     64(R8)(R11*1), Y4
-	VFMADD231PS 64(R9), Y4, Y3
-	VMOVUPS     96(R8)(R11*1), Y4
-	VFMADD231PS 96(R9), Y4, Y3
-	ADDQ        $0x00000080, R8
-	ADDQ        $0x80, R9
-	DECQ        R10
-	JNZ         step
+eight_step:
+	VMOVUPS     (R11), Y8
+	VMOVUPS     (R9), Y9
+	VFMADD231PS Y8, Y9, Y0
+	VMOVUPS     (R9)(DX*1), Y9
+	VFMADD231PS Y8, Y9, Y1
+	VMOVUPS     (R9)(DX*2), Y9
+	VFMADD231PS Y8, Y9, Y2
+	VMOVUPS     (R9)(DI*1), Y9
+	VFMADD231PS Y8, Y9, Y3
+	VMOVUPS     32(R11), Y8
+	VMOVUPS     32(R9), Y9
+	VFMADD231PS Y8, Y9, Y0
+	VMOVUPS     32(R9)(DX*1), Y9
+	VFMADD231PS Y8, Y9, Y1
+	VMOVUPS     32(R9)(DX*2), Y9
+	VFMADD231PS Y8, Y9, Y2
+	VMOVUPS     32(R9)(DI*1), Y9
+	VFMADD231PS Y8, Y9, Y3
+	VMOVUPS     64(R11), Y8
+	VMOVUPS     64(R9), Y9
+	VFMADD231PS Y8, Y9, Y0
+	VMOVUPS     64(R9)(DX*1), Y9
+	VFMADD231PS Y8, Y9, Y1
+	VMOVUPS     64(R9)(DX*2), Y9
+	VFMADD231PS Y8, Y9, Y2
+	VMOVUPS     64(R9)(DI*1), Y9
+	VFMADD231PS Y8, Y9, Y3
+	VMOVUPS     96(R11), Y8
+	VMOVUPS     96(R9), Y9
+	VFMADD231PS Y8, Y9, Y0
+	VMOVUPS     96(R9)(DX*1), Y9
+	VFMADD231PS Y8, Y9, Y1
+	VMOVUPS     96(R9)(DX*2), Y9
+	VFMADD231PS Y8, Y9, Y2
+	VMOVUPS     96(R9)(DI*1), Y9
+	VFMADD231PS Y8, Y9, Y3
+	VMOVUPS     (R11), Y8
+	VMOVUPS     (R10), Y9
+	VFMADD231PS Y8, Y9, Y4
+	VMOVUPS     (R10)(DX*1), Y9
+	VFMADD231PS Y8, Y9, Y5
+	VMOVUPS     (R10)(DX*2), Y9
+	VFMADD231PS Y8, Y9, Y6
+	VMOVUPS     (R10)(DI*1), Y9
+	VFMADD231PS Y8, Y9, Y7
+	VMOVUPS     32(R11), Y8
+	VMOVUPS     32(R10), Y9
+	VFMADD231PS Y8, Y9, Y4
+	VMOVUPS     32(R10)(DX*1), Y9
+	VFMADD231PS Y8, Y9, Y5
+	VMOVUPS     32(R10)(DX*2), Y9
+	VFMADD231PS Y8, Y9, Y6
+	VMOVUPS     32(R10)(DI*1), Y9
+	VFMADD231PS Y8, Y9, Y7
+	VMOVUPS     64(R11), Y8
+	VMOVUPS     64(R10), Y9
+	VFMADD231PS Y8, Y9, Y4
+	VMOVUPS     64(R10)(DX*1), Y9
+	VFMADD231PS Y8, Y9, Y5
+	VMOVUPS     64(R10)(DX*2), Y9
+	VFMADD231PS Y8, Y9, Y6
+	VMOVUPS     64(R10)(DI*1), Y9
+	VFMADD231PS Y8, Y9, Y7
+	VMOVUPS     96(R11), Y8
+	VMOVUPS     96(R10), Y9
+	VFMADD231PS Y8, Y9, Y4
+	VMOVUPS     96(R10)(DX*1), Y9
+	VFMADD231PS Y8, Y9, Y5
+	VMOVUPS     96(R10)(DX*2), Y9
+	VFMADD231PS Y8, Y9, Y6
+	VMOVUPS     96(R10)(DI*1), Y9
+	VFMADD231PS Y8, Y9, Y7
+	ADDQ        $0x00000080, R9
+	ADDQ        $0x00000080, R10
+	ADDQ        $0x00000080, R11
+	DECQ        R12
+	JNZ         eight_step
 
-step_end:
+eight_step_end:
+	VPERM2F128   $0x21, Y2, Y0, Y8
+	VBLENDPS     $0xf0, Y2, Y0, Y0
+	VADDPS       Y8, Y0, Y0
+	VPERM2F128   $0x21, Y3, Y1, Y2
+	VBLENDPS     $0xf0, Y3, Y1, Y1
+	VADDPS       Y2, Y1, Y1
+	VSHUFPS      $0x4e, Y1, Y0, Y2
+	VBLENDPS     $0xcc, Y1, Y0, Y0
+	VADDPS       Y2, Y0, Y0
+	VEXTRACTF128 $0x01, Y0, X1
+	VSHUFPS      $0x88, X1, X0, X2
+	VSHUFPS      $0xdd, X1, X0, X1
+	VADDPS       X1, X2, X2
+	VMOVUPS      X2, (AX)
+	VPERM2F128   $0x21, Y6, Y4, Y0
+	VBLENDPS     $0xf0, Y6, Y4, Y4
+	VADDPS       Y0, Y4, Y4
+	VPERM2F128   $0x21, Y7, Y5, Y0
+	VBLENDPS     $0xf0, Y7, Y5, Y5
+	VADDPS       Y0, Y5, Y5
+	VSHUFPS      $0x4e, Y5, Y4, Y0
+	VBLENDPS     $0xcc, Y5, Y4, Y4
+	VADDPS       Y0, Y4, Y4
+	VEXTRACTF128 $0x01, Y4, X0
+	VSHUFPS      $0x88, X0, X4, X1
+	VSHUFPS      $0xdd, X0, X4, X0
+	VADDPS       X0, X1, X1
+	VMOVUPS      X1, 16(AX)
+	ADDQ         $0x20, AX
+	SUBQ         $0x02, R8
+	JMP          eight
+
+four:
+	TESTQ  R8, R8
+	JZ     none
+	MOVQ   CX, R9
+	LEAQ   (CX)(DX*4), CX
+	MOVQ   BX, R10
+	MOVQ   SI, R11
+	VXORPS Y0, Y0, Y0
+	VXORPS Y1, Y1, Y1
+	VXORPS Y2, Y2, Y2
+	VXORPS Y3, Y3, Y3
+	TESTQ  R11, R11
+	JZ     four_step_end
+
+four_step:
+	VMOVUPS     (R10), Y4
+	VMOVUPS     (R9), Y5
+	VFMADD231PS Y4, Y5, Y0
+	VMOVUPS     (R9)(DX*1), Y5
+	VFMADD231PS Y4, Y5, Y1
+	VMOVUPS     (R9)(DX*2), Y5
+	VFMADD231PS Y4, Y5, Y2
+	VMOVUPS     (R9)(DI*1), Y5
+	VFMADD231PS Y4, Y5, Y3
+	VMOVUPS     32(R10), Y4
+	VMOVUPS     32(R9), Y5
+	VFMADD231PS Y4, Y5, Y0
+	VMOVUPS     32(R9)(DX*1), Y5
+	VFMADD231PS Y4, Y5, Y1
+	VMOVUPS     32(R9)(DX*2), Y5
+	VFMADD231PS Y4, Y5, Y2
+	VMOVUPS     32(R9)(DI*1), Y5
+	VFMADD231PS Y4, Y5, Y3
+	VMOVUPS     64(R10), Y4
+	VMOVUPS     64(R9), Y5
+	VFMADD231PS Y4, Y5, Y0
+	VMOVUPS     64(R9)(DX*1), Y5
+	VFMADD231PS Y4, Y5, Y1
+	VMOVUPS     64(R9)(DX*2), Y5
+	VFMADD231PS Y4, Y5, Y2
+	VMOVUPS     64(R9)(DI*1), Y5
+	VFMADD231PS Y4, Y5, Y3
+	VMOVUPS     96(R10), Y4
+	VMOVUPS     96(R9), Y5
+	VFMADD231PS Y4, Y5, Y0
+	VMOVUPS     96(R9)(DX*1), Y5
+	VFMADD231PS Y4, Y5, Y1
+	VMOVUPS     96(R9)(DX*2), Y5
+	VFMADD231PS Y4, Y5, Y2
+	VMOVUPS     96(R9)(DI*1), Y5
+	VFMADD231PS Y4, Y5, Y3
+	ADDQ        $0x00000080, R9
+	ADDQ        $0x00000080, R10
+	DECQ        R11
+	JNZ         four_step
+
+four_step_end:
 	VPERM2F128   $0x21, Y2, Y0, Y4
 	VBLENDPS     $0xf0, Y2, Y0, Y0
 	VADDPS       Y4, Y0, Y0
@@ -1121,77 +1253,214 @@ step_end:
 	VADDPS       X1, X2, X2
 	VMOVUPS      X2, (AX)
 	ADDQ         $0x10, AX
-	LEAQ         (CX)(DX*4), CX
-	DECQ         SI
-	JNZ          group
+	DECQ         R8
+	JMP          four
 
-group_end:
+none:
+	VZEROUPPER
 	RET
 
 // func gemvF16AVX2(out *float32, w *byte, wStride int, x *float32, groups int, k int)
 // Requires: AVX, F16C, FMA3
 TEXT ·gemvF16AVX2(SB), NOSPLIT, $0-48
-	MOVQ  out+0(FP), AX
-	MOVQ  w+8(FP), CX
-	MOVQ  wStride+16(FP), DX
-	MOVQ  x+24(FP), BX
-	MOVQ  groups+32(FP), SI
-	MOVQ  k+40(FP), DI
-	SHRQ  $0x05, DI
-	LEAQ  (DX)(DX*2), R11
-	TESTQ SI, SI
-	JZ    group_end
+	MOVQ out+0(FP), AX
+	MOVQ w+8(FP), CX
+	MOVQ wStride+16(FP), DX
+	MOVQ x+24(FP), BX
+	MOVQ k+40(FP), SI
+	MOVQ groups+32(FP), R8
+	SHRQ $0x05, SI
+	LEAQ (DX)(DX*2), DI
 
-group:
-	MOVQ   CX, R8
-	MOVQ   BX, R9
-	MOVQ   DI, R10
+eight:
+	CMPQ   R8, $0x02
+	JL     four
+	MOVQ   CX, R9
+	LEAQ   (CX)(DX*4), CX
+	MOVQ   CX, R10
+	LEAQ   (CX)(DX*4), CX
+	MOVQ   BX, R11
+	MOVQ   SI, R12
 	VXORPS Y0, Y0, Y0
 	VXORPS Y1, Y1, Y1
 	VXORPS Y2, Y2, Y2
 	VXORPS Y3, Y3, Y3
-	TESTQ  R10, R10
-	JZ     step_end
+	VXORPS Y4, Y4, Y4
+	VXORPS Y5, Y5, Y5
+	VXORPS Y6, Y6, Y6
+	VXORPS Y7, Y7, Y7
+	TESTQ  R12, R12
+	JZ     eight_step_end
 
-step:
-	VCVTPH2PS   (R8), Y4
-	VFMADD231PS (R9), Y4, Y0
-	VCVTPH2PS   16(R8), Y4
-	VFMADD231PS 32(R9), Y4, Y0
-	VCVTPH2PS   32(R8), Y4
-	VFMADD231PS 64(R9), Y4, Y0
-	VCVTPH2PS   48(R8), Y4
-	VFMADD231PS 96(R9), Y4, Y0
-	VCVTPH2PS   (R8)(DX*1), Y4
-	VFMADD231PS (R9), Y4, Y1
-	VCVTPH2PS   16(R8)(DX*1), Y4
-	VFMADD231PS 32(R9), Y4, Y1
-	VCVTPH2PS   32(R8)(DX*1), Y4
-	VFMADD231PS 64(R9), Y4, Y1
-	VCVTPH2PS   48(R8)(DX*1), Y4
-	VFMADD231PS 96(R9), Y4, Y1
-	VCVTPH2PS   (R8)(DX*2), Y4
-	VFMADD231PS (R9), Y4, Y2
-	VCVTPH2PS   16(R8)(DX*2), Y4
-	VFMADD231PS 32(R9), Y4, Y2
-	VCVTPH2PS   32(R8)(DX*2), Y4
-	VFMADD231PS 64(R9), Y4, Y2
-	VCVTPH2PS   48(R8)(DX*2), Y4
-	VFMADD231PS 96(R9), Y4, Y2
-	VCVTPH2PS   (R8)(R11*1), Y4
-	VFMADD231PS (R9), Y4, Y3
-	VCVTPH2PS   16(R8)(R11*1), Y4
-	VFMADD231PS 32(R9), Y4, Y3
-	VCVTPH2PS   32(R8)(R11*1), Y4
-	VFMADD231PS 64(R9), Y4, Y3
-	VCVTPH2PS   48(R8)(R11*1), Y4
-	VFMADD231PS 96(R9), Y4, Y3
-	ADDQ        $0x40, R8
-	ADDQ        $0x80, R9
-	DECQ        R10
-	JNZ         step
+eight_step:
+	VMOVUPS     (R11), Y8
+	VCVTPH2PS   (R9), Y9
+	VFMADD231PS Y8, Y9, Y0
+	VCVTPH2PS   (R9)(DX*1), Y9
+	VFMADD231PS Y8, Y9, Y1
+	VCVTPH2PS   (R9)(DX*2), Y9
+	VFMADD231PS Y8, Y9, Y2
+	VCVTPH2PS   (R9)(DI*1), Y9
+	VFMADD231PS Y8, Y9, Y3
+	VMOVUPS     32(R11), Y8
+	VCVTPH2PS   16(R9), Y9
+	VFMADD231PS Y8, Y9, Y0
+	VCVTPH2PS   16(R9)(DX*1), Y9
+	VFMADD231PS Y8, Y9, Y1
+	VCVTPH2PS   16(R9)(DX*2), Y9
+	VFMADD231PS Y8, Y9, Y2
+	VCVTPH2PS   16(R9)(DI*1), Y9
+	VFMADD231PS Y8, Y9, Y3
+	VMOVUPS     64(R11), Y8
+	VCVTPH2PS   32(R9), Y9
+	VFMADD231PS Y8, Y9, Y0
+	VCVTPH2PS   32(R9)(DX*1), Y9
+	VFMADD231PS Y8, Y9, Y1
+	VCVTPH2PS   32(R9)(DX*2), Y9
+	VFMADD231PS Y8, Y9, Y2
+	VCVTPH2PS   32(R9)(DI*1), Y9
+	VFMADD231PS Y8, Y9, Y3
+	VMOVUPS     96(R11), Y8
+	VCVTPH2PS   48(R9), Y9
+	VFMADD231PS Y8, Y9, Y0
+	VCVTPH2PS   48(R9)(DX*1), Y9
+	VFMADD231PS Y8, Y9, Y1
+	VCVTPH2PS   48(R9)(DX*2), Y9
+	VFMADD231PS Y8, Y9, Y2
+	VCVTPH2PS   48(R9)(DI*1), Y9
+	VFMADD231PS Y8, Y9, Y3
+	VMOVUPS     (R11), Y8
+	VCVTPH2PS   (R10), Y9
+	VFMADD231PS Y8, Y9, Y4
+	VCVTPH2PS   (R10)(DX*1), Y9
+	VFMADD231PS Y8, Y9, Y5
+	VCVTPH2PS   (R10)(DX*2), Y9
+	VFMADD231PS Y8, Y9, Y6
+	VCVTPH2PS   (R10)(DI*1), Y9
+	VFMADD231PS Y8, Y9, Y7
+	VMOVUPS     32(R11), Y8
+	VCVTPH2PS   16(R10), Y9
+	VFMADD231PS Y8, Y9, Y4
+	VCVTPH2PS   16(R10)(DX*1), Y9
+	VFMADD231PS Y8, Y9, Y5
+	VCVTPH2PS   16(R10)(DX*2), Y9
+	VFMADD231PS Y8, Y9, Y6
+	VCVTPH2PS   16(R10)(DI*1), Y9
+	VFMADD231PS Y8, Y9, Y7
+	VMOVUPS     64(R11), Y8
+	VCVTPH2PS   32(R10), Y9
+	VFMADD231PS Y8, Y9, Y4
+	VCVTPH2PS   32(R10)(DX*1), Y9
+	VFMADD231PS Y8, Y9, Y5
+	VCVTPH2PS   32(R10)(DX*2), Y9
+	VFMADD231PS Y8, Y9, Y6
+	VCVTPH2PS   32(R10)(DI*1), Y9
+	VFMADD231PS Y8, Y9, Y7
+	VMOVUPS     96(R11), Y8
+	VCVTPH2PS   48(R10), Y9
+	VFMADD231PS Y8, Y9, Y4
+	VCVTPH2PS   48(R10)(DX*1), Y9
+	VFMADD231PS Y8, Y9, Y5
+	VCVTPH2PS   48(R10)(DX*2), Y9
+	VFMADD231PS Y8, Y9, Y6
+	VCVTPH2PS   48(R10)(DI*1), Y9
+	VFMADD231PS Y8, Y9, Y7
+	ADDQ        $0x40, R9
+	ADDQ        $0x40, R10
+	ADDQ        $0x00000080, R11
+	DECQ        R12
+	JNZ         eight_step
 
-step_end:
+eight_step_end:
+	VPERM2F128   $0x21, Y2, Y0, Y8
+	VBLENDPS     $0xf0, Y2, Y0, Y0
+	VADDPS       Y8, Y0, Y0
+	VPERM2F128   $0x21, Y3, Y1, Y2
+	VBLENDPS     $0xf0, Y3, Y1, Y1
+	VADDPS       Y2, Y1, Y1
+	VSHUFPS      $0x4e, Y1, Y0, Y2
+	VBLENDPS     $0xcc, Y1, Y0, Y0
+	VADDPS       Y2, Y0, Y0
+	VEXTRACTF128 $0x01, Y0, X1
+	VSHUFPS      $0x88, X1, X0, X2
+	VSHUFPS      $0xdd, X1, X0, X1
+	VADDPS       X1, X2, X2
+	VMOVUPS      X2, (AX)
+	VPERM2F128   $0x21, Y6, Y4, Y0
+	VBLENDPS     $0xf0, Y6, Y4, Y4
+	VADDPS       Y0, Y4, Y4
+	VPERM2F128   $0x21, Y7, Y5, Y0
+	VBLENDPS     $0xf0, Y7, Y5, Y5
+	VADDPS       Y0, Y5, Y5
+	VSHUFPS      $0x4e, Y5, Y4, Y0
+	VBLENDPS     $0xcc, Y5, Y4, Y4
+	VADDPS       Y0, Y4, Y4
+	VEXTRACTF128 $0x01, Y4, X0
+	VSHUFPS      $0x88, X0, X4, X1
+	VSHUFPS      $0xdd, X0, X4, X0
+	VADDPS       X0, X1, X1
+	VMOVUPS      X1, 16(AX)
+	ADDQ         $0x20, AX
+	SUBQ         $0x02, R8
+	JMP          eight
+
+four:
+	TESTQ  R8, R8
+	JZ     none
+	MOVQ   CX, R9
+	LEAQ   (CX)(DX*4), CX
+	MOVQ   BX, R10
+	MOVQ   SI, R11
+	VXORPS Y0, Y0, Y0
+	VXORPS Y1, Y1, Y1
+	VXORPS Y2, Y2, Y2
+	VXORPS Y3, Y3, Y3
+	TESTQ  R11, R11
+	JZ     four_step_end
+
+four_step:
+	VMOVUPS     (R10), Y4
+	VCVTPH2PS   (R9), Y5
+	VFMADD231PS Y4, Y5, Y0
+	VCVTPH2PS   (R9)(DX*1), Y5
+	VFMADD231PS Y4, Y5, Y1
+	VCVTPH2PS   (R9)(DX*2), Y5
+	VFMADD231PS Y4, Y5, Y2
+	VCVTPH2PS   (R9)(DI*1), Y5
+	VFMADD231PS Y4, Y5, Y3
+	VMOVUPS     32(R10), Y4
+	VCVTPH2PS   16(R9), Y5
+	VFMADD231PS Y4, Y5, Y0
+	VCVTPH2PS   16(R9)(DX*1), Y5
+	VFMADD231PS Y4, Y5, Y1
+	VCVTPH2PS   16(R9)(DX*2), Y5
+	VFMADD231PS Y4, Y5, Y2
+	VCVTPH2PS   16(R9)(DI*1), Y5
+	VFMADD231PS Y4, Y5, Y3
+	VMOVUPS     64(R10), Y4
+	VCVTPH2PS   32(R9), Y5
+	VFMADD231PS Y4, Y5, Y0
+	VCVTPH2PS   32(R9)(DX*1), Y5
+	VFMADD231PS Y4, Y5, Y1
+	VCVTPH2PS   32(R9)(DX*2), Y5
+	VFMADD231PS Y4, Y5, Y2
+	VCVTPH2PS   32(R9)(DI*1), Y5
+	VFMADD231PS Y4, Y5, Y3
+	VMOVUPS     96(R10), Y4
+	VCVTPH2PS   48(R9), Y5
+	VFMADD231PS Y4, Y5, Y0
+	VCVTPH2PS   48(R9)(DX*1), Y5
+	VFMADD231PS Y4, Y5, Y1
+	VCVTPH2PS   48(R9)(DX*2), Y5
+	VFMADD231PS Y4, Y5, Y2
+	VCVTPH2PS   48(R9)(DI*1), Y5
+	VFMADD231PS Y4, Y5, Y3
+	ADDQ        $0x40, R9
+	ADDQ        $0x00000080, R10
+	DECQ        R11
+	JNZ         four_step
+
+four_step_end:
 	VPERM2F128   $0x21, Y2, Y0, Y4
 	VBLENDPS     $0xf0, Y2, Y0, Y0
 	VADDPS       Y4, Y0, Y0
@@ -1207,93 +1476,262 @@ step_end:
 	VADDPS       X1, X2, X2
 	VMOVUPS      X2, (AX)
 	ADDQ         $0x10, AX
-	LEAQ         (CX)(DX*4), CX
-	DECQ         SI
-	JNZ          group
+	DECQ         R8
+	JMP          four
 
-group_end:
+none:
+	VZEROUPPER
 	RET
 
 // func gemvBF16AVX2(out *float32, w *byte, wStride int, x *float32, groups int, k int)
 // Requires: AVX, AVX2, FMA3
 TEXT ·gemvBF16AVX2(SB), NOSPLIT, $0-48
-	MOVQ  out+0(FP), AX
-	MOVQ  w+8(FP), CX
-	MOVQ  wStride+16(FP), DX
-	MOVQ  x+24(FP), BX
-	MOVQ  groups+32(FP), SI
-	MOVQ  k+40(FP), DI
-	SHRQ  $0x05, DI
-	LEAQ  (DX)(DX*2), R11
-	TESTQ SI, SI
-	JZ    group_end
+	MOVQ out+0(FP), AX
+	MOVQ w+8(FP), CX
+	MOVQ wStride+16(FP), DX
+	MOVQ x+24(FP), BX
+	MOVQ k+40(FP), SI
+	MOVQ groups+32(FP), R8
+	SHRQ $0x05, SI
+	LEAQ (DX)(DX*2), DI
 
-group:
-	MOVQ   CX, R8
-	MOVQ   BX, R9
-	MOVQ   DI, R10
+eight:
+	CMPQ   R8, $0x02
+	JL     four
+	MOVQ   CX, R9
+	LEAQ   (CX)(DX*4), CX
+	MOVQ   CX, R10
+	LEAQ   (CX)(DX*4), CX
+	MOVQ   BX, R11
+	MOVQ   SI, R12
 	VXORPS Y0, Y0, Y0
 	VXORPS Y1, Y1, Y1
 	VXORPS Y2, Y2, Y2
 	VXORPS Y3, Y3, Y3
-	TESTQ  R10, R10
-	JZ     step_end
+	VXORPS Y4, Y4, Y4
+	VXORPS Y5, Y5, Y5
+	VXORPS Y6, Y6, Y6
+	VXORPS Y7, Y7, Y7
+	TESTQ  R12, R12
+	JZ     eight_step_end
 
-step:
-	VPMOVZXWD   (R8), Y4
-	VPSLLD      $0x10, Y4, Y4
-	VFMADD231PS (R9), Y4, Y0
-	VPMOVZXWD   16(R8), Y4
-	VPSLLD      $0x10, Y4, Y4
-	VFMADD231PS 32(R9), Y4, Y0
-	VPMOVZXWD   32(R8), Y4
-	VPSLLD      $0x10, Y4, Y4
-	VFMADD231PS 64(R9), Y4, Y0
-	VPMOVZXWD   48(R8), Y4
-	VPSLLD      $0x10, Y4, Y4
-	VFMADD231PS 96(R9), Y4, Y0
-	VPMOVZXWD   (R8)(DX*1), Y4
-	VPSLLD      $0x10, Y4, Y4
-	VFMADD231PS (R9), Y4, Y1
-	VPMOVZXWD   16(R8)(DX*1), Y4
-	VPSLLD      $0x10, Y4, Y4
-	VFMADD231PS 32(R9), Y4, Y1
-	VPMOVZXWD   32(R8)(DX*1), Y4
-	VPSLLD      $0x10, Y4, Y4
-	VFMADD231PS 64(R9), Y4, Y1
-	VPMOVZXWD   48(R8)(DX*1), Y4
-	VPSLLD      $0x10, Y4, Y4
-	VFMADD231PS 96(R9), Y4, Y1
-	VPMOVZXWD   (R8)(DX*2), Y4
-	VPSLLD      $0x10, Y4, Y4
-	VFMADD231PS (R9), Y4, Y2
-	VPMOVZXWD   16(R8)(DX*2), Y4
-	VPSLLD      $0x10, Y4, Y4
-	VFMADD231PS 32(R9), Y4, Y2
-	VPMOVZXWD   32(R8)(DX*2), Y4
-	VPSLLD      $0x10, Y4, Y4
-	VFMADD231PS 64(R9), Y4, Y2
-	VPMOVZXWD   48(R8)(DX*2), Y4
-	VPSLLD      $0x10, Y4, Y4
-	VFMADD231PS 96(R9), Y4, Y2
-	VPMOVZXWD   (R8)(R11*1), Y4
-	VPSLLD      $0x10, Y4, Y4
-	VFMADD231PS (R9), Y4, Y3
-	VPMOVZXWD   16(R8)(R11*1), Y4
-	VPSLLD      $0x10, Y4, Y4
-	VFMADD231PS 32(R9), Y4, Y3
-	VPMOVZXWD   32(R8)(R11*1), Y4
-	VPSLLD      $0x10, Y4, Y4
-	VFMADD231PS 64(R9), Y4, Y3
-	VPMOVZXWD   48(R8)(R11*1), Y4
-	VPSLLD      $0x10, Y4, Y4
-	VFMADD231PS 96(R9), Y4, Y3
-	ADDQ        $0x40, R8
-	ADDQ        $0x80, R9
-	DECQ        R10
-	JNZ         step
+eight_step:
+	VMOVUPS     (R11), Y8
+	VPMOVZXWD   (R9), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y0
+	VPMOVZXWD   (R9)(DX*1), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y1
+	VPMOVZXWD   (R9)(DX*2), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y2
+	VPMOVZXWD   (R9)(DI*1), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y3
+	VMOVUPS     32(R11), Y8
+	VPMOVZXWD   16(R9), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y0
+	VPMOVZXWD   16(R9)(DX*1), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y1
+	VPMOVZXWD   16(R9)(DX*2), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y2
+	VPMOVZXWD   16(R9)(DI*1), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y3
+	VMOVUPS     64(R11), Y8
+	VPMOVZXWD   32(R9), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y0
+	VPMOVZXWD   32(R9)(DX*1), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y1
+	VPMOVZXWD   32(R9)(DX*2), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y2
+	VPMOVZXWD   32(R9)(DI*1), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y3
+	VMOVUPS     96(R11), Y8
+	VPMOVZXWD   48(R9), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y0
+	VPMOVZXWD   48(R9)(DX*1), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y1
+	VPMOVZXWD   48(R9)(DX*2), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y2
+	VPMOVZXWD   48(R9)(DI*1), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y3
+	VMOVUPS     (R11), Y8
+	VPMOVZXWD   (R10), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y4
+	VPMOVZXWD   (R10)(DX*1), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y5
+	VPMOVZXWD   (R10)(DX*2), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y6
+	VPMOVZXWD   (R10)(DI*1), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y7
+	VMOVUPS     32(R11), Y8
+	VPMOVZXWD   16(R10), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y4
+	VPMOVZXWD   16(R10)(DX*1), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y5
+	VPMOVZXWD   16(R10)(DX*2), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y6
+	VPMOVZXWD   16(R10)(DI*1), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y7
+	VMOVUPS     64(R11), Y8
+	VPMOVZXWD   32(R10), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y4
+	VPMOVZXWD   32(R10)(DX*1), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y5
+	VPMOVZXWD   32(R10)(DX*2), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y6
+	VPMOVZXWD   32(R10)(DI*1), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y7
+	VMOVUPS     96(R11), Y8
+	VPMOVZXWD   48(R10), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y4
+	VPMOVZXWD   48(R10)(DX*1), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y5
+	VPMOVZXWD   48(R10)(DX*2), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y6
+	VPMOVZXWD   48(R10)(DI*1), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y7
+	ADDQ        $0x40, R9
+	ADDQ        $0x40, R10
+	ADDQ        $0x00000080, R11
+	DECQ        R12
+	JNZ         eight_step
 
-step_end:
+eight_step_end:
+	VPERM2F128   $0x21, Y2, Y0, Y8
+	VBLENDPS     $0xf0, Y2, Y0, Y0
+	VADDPS       Y8, Y0, Y0
+	VPERM2F128   $0x21, Y3, Y1, Y2
+	VBLENDPS     $0xf0, Y3, Y1, Y1
+	VADDPS       Y2, Y1, Y1
+	VSHUFPS      $0x4e, Y1, Y0, Y2
+	VBLENDPS     $0xcc, Y1, Y0, Y0
+	VADDPS       Y2, Y0, Y0
+	VEXTRACTF128 $0x01, Y0, X1
+	VSHUFPS      $0x88, X1, X0, X2
+	VSHUFPS      $0xdd, X1, X0, X1
+	VADDPS       X1, X2, X2
+	VMOVUPS      X2, (AX)
+	VPERM2F128   $0x21, Y6, Y4, Y0
+	VBLENDPS     $0xf0, Y6, Y4, Y4
+	VADDPS       Y0, Y4, Y4
+	VPERM2F128   $0x21, Y7, Y5, Y0
+	VBLENDPS     $0xf0, Y7, Y5, Y5
+	VADDPS       Y0, Y5, Y5
+	VSHUFPS      $0x4e, Y5, Y4, Y0
+	VBLENDPS     $0xcc, Y5, Y4, Y4
+	VADDPS       Y0, Y4, Y4
+	VEXTRACTF128 $0x01, Y4, X0
+	VSHUFPS      $0x88, X0, X4, X1
+	VSHUFPS      $0xdd, X0, X4, X0
+	VADDPS       X0, X1, X1
+	VMOVUPS      X1, 16(AX)
+	ADDQ         $0x20, AX
+	SUBQ         $0x02, R8
+	JMP          eight
+
+four:
+	TESTQ  R8, R8
+	JZ     none
+	MOVQ   CX, R9
+	LEAQ   (CX)(DX*4), CX
+	MOVQ   BX, R10
+	MOVQ   SI, R11
+	VXORPS Y0, Y0, Y0
+	VXORPS Y1, Y1, Y1
+	VXORPS Y2, Y2, Y2
+	VXORPS Y3, Y3, Y3
+	TESTQ  R11, R11
+	JZ     four_step_end
+
+four_step:
+	VMOVUPS     (R10), Y4
+	VPMOVZXWD   (R9), Y5
+	VPSLLD      $0x10, Y5, Y5
+	VFMADD231PS Y4, Y5, Y0
+	VPMOVZXWD   (R9)(DX*1), Y5
+	VPSLLD      $0x10, Y5, Y5
+	VFMADD231PS Y4, Y5, Y1
+	VPMOVZXWD   (R9)(DX*2), Y5
+	VPSLLD      $0x10, Y5, Y5
+	VFMADD231PS Y4, Y5, Y2
+	VPMOVZXWD   (R9)(DI*1), Y5
+	VPSLLD      $0x10, Y5, Y5
+	VFMADD231PS Y4, Y5, Y3
+	VMOVUPS     32(R10), Y4
+	VPMOVZXWD   16(R9), Y5
+	VPSLLD      $0x10, Y5, Y5
+	VFMADD231PS Y4, Y5, Y0
+	VPMOVZXWD   16(R9)(DX*1), Y5
+	VPSLLD      $0x10, Y5, Y5
+	VFMADD231PS Y4, Y5, Y1
+	VPMOVZXWD   16(R9)(DX*2), Y5
+	VPSLLD      $0x10, Y5, Y5
+	VFMADD231PS Y4, Y5, Y2
+	VPMOVZXWD   16(R9)(DI*1), Y5
+	VPSLLD      $0x10, Y5, Y5
+	VFMADD231PS Y4, Y5, Y3
+	VMOVUPS     64(R10), Y4
+	VPMOVZXWD   32(R9), Y5
+	VPSLLD      $0x10, Y5, Y5
+	VFMADD231PS Y4, Y5, Y0
+	VPMOVZXWD   32(R9)(DX*1), Y5
+	VPSLLD      $0x10, Y5, Y5
+	VFMADD231PS Y4, Y5, Y1
+	VPMOVZXWD   32(R9)(DX*2), Y5
+	VPSLLD      $0x10, Y5, Y5
+	VFMADD231PS Y4, Y5, Y2
+	VPMOVZXWD   32(R9)(DI*1), Y5
+	VPSLLD      $0x10, Y5, Y5
+	VFMADD231PS Y4, Y5, Y3
+	VMOVUPS     96(R10), Y4
+	VPMOVZXWD   48(R9), Y5
+	VPSLLD      $0x10, Y5, Y5
+	VFMADD231PS Y4, Y5, Y0
+	VPMOVZXWD   48(R9)(DX*1), Y5
+	VPSLLD      $0x10, Y5, Y5
+	VFMADD231PS Y4, Y5, Y1
+	VPMOVZXWD   48(R9)(DX*2), Y5
+	VPSLLD      $0x10, Y5, Y5
+	VFMADD231PS Y4, Y5, Y2
+	VPMOVZXWD   48(R9)(DI*1), Y5
+	VPSLLD      $0x10, Y5, Y5
+	VFMADD231PS Y4, Y5, Y3
+	ADDQ        $0x40, R9
+	ADDQ        $0x00000080, R10
+	DECQ        R11
+	JNZ         four_step
+
+four_step_end:
 	VPERM2F128   $0x21, Y2, Y0, Y4
 	VBLENDPS     $0xf0, Y2, Y0, Y0
 	VADDPS       Y4, Y0, Y0
@@ -1309,117 +1747,122 @@ step_end:
 	VADDPS       X1, X2, X2
 	VMOVUPS      X2, (AX)
 	ADDQ         $0x10, AX
-	LEAQ         (CX)(DX*4), CX
-	DECQ         SI
-	JNZ          group
+	DECQ         R8
+	JMP          four
 
-group_end:
+none:
+	VZEROUPPER
 	RET
 
 // func gemvQ8_0AVX2(out *float32, w *byte, wStride int, x *float32, groups int, k int)
 // Requires: AVX, AVX2, F16C, FMA3
 TEXT ·gemvQ8_0AVX2(SB), NOSPLIT, $0-48
-	MOVQ  out+0(FP), AX
-	MOVQ  w+8(FP), CX
-	MOVQ  wStride+16(FP), DX
-	MOVQ  x+24(FP), BX
-	MOVQ  groups+32(FP), SI
-	MOVQ  k+40(FP), DI
-	SHRQ  $0x05, DI
-	LEAQ  (DX)(DX*2), R11
-	TESTQ SI, SI
-	JZ    group_end
+	MOVQ out+0(FP), AX
+	MOVQ w+8(FP), CX
+	MOVQ wStride+16(FP), DX
+	MOVQ x+24(FP), BX
+	MOVQ k+40(FP), SI
+	MOVQ groups+32(FP), R8
+	SHRQ $0x05, SI
+	LEAQ (DX)(DX*2), DI
 
-group:
-	MOVQ   CX, R8
-	MOVQ   BX, R9
-	MOVQ   DI, R10
+four:
+	TESTQ  R8, R8
+	JZ     none
+	MOVQ   CX, R9
+	LEAQ   (CX)(DX*4), CX
+	MOVQ   BX, R10
+	MOVQ   SI, R11
 	VXORPS Y0, Y0, Y0
 	VXORPS Y1, Y1, Y1
 	VXORPS Y2, Y2, Y2
 	VXORPS Y3, Y3, Y3
-	TESTQ  R10, R10
-	JZ     step_end
+	TESTQ  R11, R11
+	JZ     four_step_end
 
-step:
-	VPBROADCASTW (R8), X4
+four_step:
+	VPBROADCASTW (R9), X4
 	VCVTPH2PS    X4, Y4
-	VPMOVSXBD    2(R8), Y5
-	VCVTDQ2PS    Y5, Y5
-	VMULPS       Y4, Y5, Y5
-	VFMADD231PS  (R9), Y5, Y0
-	VPMOVSXBD    10(R8), Y5
-	VCVTDQ2PS    Y5, Y5
-	VMULPS       Y4, Y5, Y5
-	VFMADD231PS  32(R9), Y5, Y0
-	VPMOVSXBD    18(R8), Y5
-	VCVTDQ2PS    Y5, Y5
-	VMULPS       Y4, Y5, Y5
-	VFMADD231PS  64(R9), Y5, Y0
-	VPMOVSXBD    26(R8), Y5
-	VCVTDQ2PS    Y5, Y5
-	VMULPS       Y4, Y5, Y5
-	VFMADD231PS  96(R9), Y5, Y0
-	VPBROADCASTW (R8)(DX*1), X4
-	VCVTPH2PS    X4, Y4
-	VPMOVSXBD    2(R8)(DX*1), Y5
-	VCVTDQ2PS    Y5, Y5
-	VMULPS       Y4, Y5, Y5
-	VFMADD231PS  (R9), Y5, Y1
-	VPMOVSXBD    10(R8)(DX*1), Y5
-	VCVTDQ2PS    Y5, Y5
-	VMULPS       Y4, Y5, Y5
-	VFMADD231PS  32(R9), Y5, Y1
-	VPMOVSXBD    18(R8)(DX*1), Y5
-	VCVTDQ2PS    Y5, Y5
-	VMULPS       Y4, Y5, Y5
-	VFMADD231PS  64(R9), Y5, Y1
-	VPMOVSXBD    26(R8)(DX*1), Y5
-	VCVTDQ2PS    Y5, Y5
-	VMULPS       Y4, Y5, Y5
-	VFMADD231PS  96(R9), Y5, Y1
-	VPBROADCASTW (R8)(DX*2), X4
-	VCVTPH2PS    X4, Y4
-	VPMOVSXBD    2(R8)(DX*2), Y5
-	VCVTDQ2PS    Y5, Y5
-	VMULPS       Y4, Y5, Y5
-	VFMADD231PS  (R9), Y5, Y2
-	VPMOVSXBD    10(R8)(DX*2), Y5
-	VCVTDQ2PS    Y5, Y5
-	VMULPS       Y4, Y5, Y5
-	VFMADD231PS  32(R9), Y5, Y2
-	VPMOVSXBD    18(R8)(DX*2), Y5
-	VCVTDQ2PS    Y5, Y5
-	VMULPS       Y4, Y5, Y5
-	VFMADD231PS  64(R9), Y5, Y2
-	VPMOVSXBD    26(R8)(DX*2), Y5
-	VCVTDQ2PS    Y5, Y5
-	VMULPS       Y4, Y5, Y5
-	VFMADD231PS  96(R9), Y5, Y2
-	VPBROADCASTW (R8)(R11*1), X4
-	VCVTPH2PS    X4, Y4
-	VPMOVSXBD    2(R8)(R11*1), Y5
-	VCVTDQ2PS    Y5, Y5
-	VMULPS       Y4, Y5, Y5
-	VFMADD231PS  (R9), Y5, Y3
-	VPMOVSXBD    10(R8)(R11*1), Y5
-	VCVTDQ2PS    Y5, Y5
-	VMULPS       Y4, Y5, Y5
-	VFMADD231PS  32(R9), Y5, Y3
-	VPMOVSXBD    18(R8)(R11*1), Y5
-	VCVTDQ2PS    Y5, Y5
-	VMULPS       Y4, Y5, Y5
-	VFMADD231PS  64(R9), Y5, Y3
-	VPMOVSXBD    26(R8)(R11*1), Y5
-	VCVTDQ2PS    Y5, Y5
-	VMULPS       Y4, Y5, Y5
-	VFMADD231PS  96(R9), Y5, Y3
-	ADDQ         $0x22, R8
-	ADDQ         $0x80, R9
-	DECQ         R10
-	JNZ          step
+	VPBROADCASTW (R9)(DX*1), X5
+	VCVTPH2PS    X5, Y5
+	VPBROADCASTW (R9)(DX*2), X6
+	VCVTPH2PS    X6, Y6
+	VPBROADCASTW (R9)(DI*1), X7
+	VCVTPH2PS    X7, Y7
+	VMOVUPS      (R10), Y8
+	VPMOVSXBD    2(R9), Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y4, Y9, Y9
+	VFMADD231PS  Y8, Y9, Y0
+	VPMOVSXBD    2(R9)(DX*1), Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y5, Y9, Y9
+	VFMADD231PS  Y8, Y9, Y1
+	VPMOVSXBD    2(R9)(DX*2), Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y6, Y9, Y9
+	VFMADD231PS  Y8, Y9, Y2
+	VPMOVSXBD    2(R9)(DI*1), Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y7, Y9, Y9
+	VFMADD231PS  Y8, Y9, Y3
+	VMOVUPS      32(R10), Y8
+	VPMOVSXBD    10(R9), Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y4, Y9, Y9
+	VFMADD231PS  Y8, Y9, Y0
+	VPMOVSXBD    10(R9)(DX*1), Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y5, Y9, Y9
+	VFMADD231PS  Y8, Y9, Y1
+	VPMOVSXBD    10(R9)(DX*2), Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y6, Y9, Y9
+	VFMADD231PS  Y8, Y9, Y2
+	VPMOVSXBD    10(R9)(DI*1), Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y7, Y9, Y9
+	VFMADD231PS  Y8, Y9, Y3
+	VMOVUPS      64(R10), Y8
+	VPMOVSXBD    18(R9), Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y4, Y9, Y9
+	VFMADD231PS  Y8, Y9, Y0
+	VPMOVSXBD    18(R9)(DX*1), Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y5, Y9, Y9
+	VFMADD231PS  Y8, Y9, Y1
+	VPMOVSXBD    18(R9)(DX*2), Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y6, Y9, Y9
+	VFMADD231PS  Y8, Y9, Y2
+	VPMOVSXBD    18(R9)(DI*1), Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y7, Y9, Y9
+	VFMADD231PS  Y8, Y9, Y3
+	VMOVUPS      96(R10), Y8
+	VPMOVSXBD    26(R9), Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y4, Y9, Y9
+	VFMADD231PS  Y8, Y9, Y0
+	VPMOVSXBD    26(R9)(DX*1), Y4
+	VCVTDQ2PS    Y4, Y4
+	VMULPS       Y5, Y4, Y4
+	VFMADD231PS  Y8, Y4, Y1
+	VPMOVSXBD    26(R9)(DX*2), Y4
+	VCVTDQ2PS    Y4, Y4
+	VMULPS       Y6, Y4, Y4
+	VFMADD231PS  Y8, Y4, Y2
+	VPMOVSXBD    26(R9)(DI*1), Y4
+	VCVTDQ2PS    Y4, Y4
+	VMULPS       Y7, Y4, Y4
+	VFMADD231PS  Y8, Y4, Y3
+	ADDQ         $0x22, R9
+	ADDQ         $0x00000080, R10
+	DECQ         R11
+	JNZ          four_step
 
-step_end:
+four_step_end:
 	VPERM2F128   $0x21, Y2, Y0, Y4
 	VBLENDPS     $0xf0, Y2, Y0, Y0
 	VADDPS       Y4, Y0, Y0
@@ -1435,149 +1878,150 @@ step_end:
 	VADDPS       X1, X2, X2
 	VMOVUPS      X2, (AX)
 	ADDQ         $0x10, AX
-	LEAQ         (CX)(DX*4), CX
-	DECQ         SI
-	JNZ          group
+	DECQ         R8
+	JMP          four
 
-group_end:
+none:
+	VZEROUPPER
 	RET
 
 // func gemvQ4_0AVX2(out *float32, w *byte, wStride int, x *float32, groups int, k int)
 // Requires: AVX, AVX2, F16C, FMA3
 TEXT ·gemvQ4_0AVX2(SB), NOSPLIT, $0-48
-	MOVQ  out+0(FP), AX
-	MOVQ  w+8(FP), CX
-	MOVQ  wStride+16(FP), DX
-	MOVQ  x+24(FP), BX
-	MOVQ  groups+32(FP), SI
-	MOVQ  k+40(FP), DI
-	SHRQ  $0x05, DI
-	LEAQ  (DX)(DX*2), R11
-	TESTQ SI, SI
-	JZ    group_end
+	MOVQ out+0(FP), AX
+	MOVQ w+8(FP), CX
+	MOVQ wStride+16(FP), DX
+	MOVQ x+24(FP), BX
+	MOVQ k+40(FP), SI
+	MOVQ groups+32(FP), R8
+	SHRQ $0x05, SI
+	LEAQ (DX)(DX*2), DI
 
-group:
-	MOVQ   CX, R8
-	MOVQ   BX, R9
-	MOVQ   DI, R10
+four:
+	TESTQ  R8, R8
+	JZ     none
+	MOVQ   CX, R9
+	LEAQ   (CX)(DX*4), CX
+	MOVQ   BX, R10
+	MOVQ   SI, R11
 	VXORPS Y0, Y0, Y0
 	VXORPS Y1, Y1, Y1
 	VXORPS Y2, Y2, Y2
 	VXORPS Y3, Y3, Y3
-	TESTQ  R10, R10
-	JZ     step_end
+	TESTQ  R11, R11
+	JZ     four_step_end
 
-step:
-	VPBROADCASTW (R8), X4
+four_step:
+	VPBROADCASTW (R9), X4
 	VCVTPH2PS    X4, Y4
-	VPMOVZXBD    2(R8), Y5
-	VPAND        lowNibble<>+0(SB), Y5, Y5
-	VPSUBD       eight<>+0(SB), Y5, Y5
-	VCVTDQ2PS    Y5, Y5
-	VMULPS       Y4, Y5, Y5
-	VFMADD231PS  (R9), Y5, Y0
-	VPMOVZXBD    10(R8), Y5
-	VPAND        lowNibble<>+0(SB), Y5, Y5
-	VPSUBD       eight<>+0(SB), Y5, Y5
-	VCVTDQ2PS    Y5, Y5
-	VMULPS       Y4, Y5, Y5
-	VFMADD231PS  32(R9), Y5, Y0
-	VPMOVZXBD    2(R8), Y5
-	VPSRLD       $0x04, Y5, Y5
-	VPSUBD       eight<>+0(SB), Y5, Y5
-	VCVTDQ2PS    Y5, Y5
-	VMULPS       Y4, Y5, Y5
-	VFMADD231PS  64(R9), Y5, Y0
-	VPMOVZXBD    10(R8), Y5
-	VPSRLD       $0x04, Y5, Y5
-	VPSUBD       eight<>+0(SB), Y5, Y5
-	VCVTDQ2PS    Y5, Y5
-	VMULPS       Y4, Y5, Y5
-	VFMADD231PS  96(R9), Y5, Y0
-	VPBROADCASTW (R8)(DX*1), X4
+	VPBROADCASTW (R9)(DX*1), X5
+	VCVTPH2PS    X5, Y5
+	VMOVUPS      (R10), Y6
+	VPMOVZXBD    2(R9), Y8
+	VPAND        lowNibble<>+0(SB), Y8, Y7
+	VPSUBD       eight<>+0(SB), Y7, Y7
+	VCVTDQ2PS    Y7, Y7
+	VMULPS       Y4, Y7, Y7
+	VFMADD231PS  Y6, Y7, Y0
+	VPMOVZXBD    2(R9)(DX*1), Y9
+	VPAND        lowNibble<>+0(SB), Y9, Y7
+	VPSUBD       eight<>+0(SB), Y7, Y7
+	VCVTDQ2PS    Y7, Y7
+	VMULPS       Y5, Y7, Y7
+	VFMADD231PS  Y6, Y7, Y1
+	VMOVUPS      32(R10), Y6
+	VPMOVZXBD    10(R9), Y10
+	VPAND        lowNibble<>+0(SB), Y10, Y7
+	VPSUBD       eight<>+0(SB), Y7, Y7
+	VCVTDQ2PS    Y7, Y7
+	VMULPS       Y4, Y7, Y7
+	VFMADD231PS  Y6, Y7, Y0
+	VPMOVZXBD    10(R9)(DX*1), Y11
+	VPAND        lowNibble<>+0(SB), Y11, Y7
+	VPSUBD       eight<>+0(SB), Y7, Y7
+	VCVTDQ2PS    Y7, Y7
+	VMULPS       Y5, Y7, Y7
+	VFMADD231PS  Y6, Y7, Y1
+	VMOVUPS      64(R10), Y6
+	VPSRLD       $0x04, Y8, Y7
+	VPSUBD       eight<>+0(SB), Y7, Y7
+	VCVTDQ2PS    Y7, Y7
+	VMULPS       Y4, Y7, Y7
+	VFMADD231PS  Y6, Y7, Y0
+	VPSRLD       $0x04, Y9, Y7
+	VPSUBD       eight<>+0(SB), Y7, Y7
+	VCVTDQ2PS    Y7, Y7
+	VMULPS       Y5, Y7, Y7
+	VFMADD231PS  Y6, Y7, Y1
+	VMOVUPS      96(R10), Y6
+	VPSRLD       $0x04, Y10, Y7
+	VPSUBD       eight<>+0(SB), Y7, Y7
+	VCVTDQ2PS    Y7, Y7
+	VMULPS       Y4, Y7, Y7
+	VFMADD231PS  Y6, Y7, Y0
+	VPSRLD       $0x04, Y11, Y4
+	VPSUBD       eight<>+0(SB), Y4, Y4
+	VCVTDQ2PS    Y4, Y4
+	VMULPS       Y5, Y4, Y4
+	VFMADD231PS  Y6, Y4, Y1
+	VPBROADCASTW (R9)(DX*2), X4
 	VCVTPH2PS    X4, Y4
-	VPMOVZXBD    2(R8)(DX*1), Y5
-	VPAND        lowNibble<>+0(SB), Y5, Y5
-	VPSUBD       eight<>+0(SB), Y5, Y5
-	VCVTDQ2PS    Y5, Y5
-	VMULPS       Y4, Y5, Y5
-	VFMADD231PS  (R9), Y5, Y1
-	VPMOVZXBD    10(R8)(DX*1), Y5
-	VPAND        lowNibble<>+0(SB), Y5, Y5
-	VPSUBD       eight<>+0(SB), Y5, Y5
-	VCVTDQ2PS    Y5, Y5
-	VMULPS       Y4, Y5, Y5
-	VFMADD231PS  32(R9), Y5, Y1
-	VPMOVZXBD    2(R8)(DX*1), Y5
-	VPSRLD       $0x04, Y5, Y5
-	VPSUBD       eight<>+0(SB), Y5, Y5
-	VCVTDQ2PS    Y5, Y5
-	VMULPS       Y4, Y5, Y5
-	VFMADD231PS  64(R9), Y5, Y1
-	VPMOVZXBD    10(R8)(DX*1), Y5
-	VPSRLD       $0x04, Y5, Y5
-	VPSUBD       eight<>+0(SB), Y5, Y5
-	VCVTDQ2PS    Y5, Y5
-	VMULPS       Y4, Y5, Y5
-	VFMADD231PS  96(R9), Y5, Y1
-	VPBROADCASTW (R8)(DX*2), X4
-	VCVTPH2PS    X4, Y4
-	VPMOVZXBD    2(R8)(DX*2), Y5
-	VPAND        lowNibble<>+0(SB), Y5, Y5
-	VPSUBD       eight<>+0(SB), Y5, Y5
-	VCVTDQ2PS    Y5, Y5
-	VMULPS       Y4, Y5, Y5
-	VFMADD231PS  (R9), Y5, Y2
-	VPMOVZXBD    10(R8)(DX*2), Y5
-	VPAND        lowNibble<>+0(SB), Y5, Y5
-	VPSUBD       eight<>+0(SB), Y5, Y5
-	VCVTDQ2PS    Y5, Y5
-	VMULPS       Y4, Y5, Y5
-	VFMADD231PS  32(R9), Y5, Y2
-	VPMOVZXBD    2(R8)(DX*2), Y5
-	VPSRLD       $0x04, Y5, Y5
-	VPSUBD       eight<>+0(SB), Y5, Y5
-	VCVTDQ2PS    Y5, Y5
-	VMULPS       Y4, Y5, Y5
-	VFMADD231PS  64(R9), Y5, Y2
-	VPMOVZXBD    10(R8)(DX*2), Y5
-	VPSRLD       $0x04, Y5, Y5
-	VPSUBD       eight<>+0(SB), Y5, Y5
-	VCVTDQ2PS    Y5, Y5
-	VMULPS       Y4, Y5, Y5
-	VFMADD231PS  96(R9), Y5, Y2
-	VPBROADCASTW (R8)(R11*1), X4
-	VCVTPH2PS    X4, Y4
-	VPMOVZXBD    2(R8)(R11*1), Y5
-	VPAND        lowNibble<>+0(SB), Y5, Y5
-	VPSUBD       eight<>+0(SB), Y5, Y5
-	VCVTDQ2PS    Y5, Y5
-	VMULPS       Y4, Y5, Y5
-	VFMADD231PS  (R9), Y5, Y3
-	VPMOVZXBD    10(R8)(R11*1), Y5
-	VPAND        lowNibble<>+0(SB), Y5, Y5
-	VPSUBD       eight<>+0(SB), Y5, Y5
-	VCVTDQ2PS    Y5, Y5
-	VMULPS       Y4, Y5, Y5
-	VFMADD231PS  32(R9), Y5, Y3
-	VPMOVZXBD    2(R8)(R11*1), Y5
-	VPSRLD       $0x04, Y5, Y5
-	VPSUBD       eight<>+0(SB), Y5, Y5
-	VCVTDQ2PS    Y5, Y5
-	VMULPS       Y4, Y5, Y5
-	VFMADD231PS  64(R9), Y5, Y3
-	VPMOVZXBD    10(R8)(R11*1), Y5
-	VPSRLD       $0x04, Y5, Y5
-	VPSUBD       eight<>+0(SB), Y5, Y5
-	VCVTDQ2PS    Y5, Y5
-	VMULPS       Y4, Y5, Y5
-	VFMADD231PS  96(R9), Y5, Y3
-	ADDQ         $0x12, R8
-	ADDQ         $0x80, R9
-	DECQ         R10
-	JNZ          step
+	VPBROADCASTW (R9)(DI*1), X5
+	VCVTPH2PS    X5, Y5
+	VMOVUPS      (R10), Y6
+	VPMOVZXBD    2(R9)(DX*2), Y8
+	VPAND        lowNibble<>+0(SB), Y8, Y7
+	VPSUBD       eight<>+0(SB), Y7, Y7
+	VCVTDQ2PS    Y7, Y7
+	VMULPS       Y4, Y7, Y7
+	VFMADD231PS  Y6, Y7, Y2
+	VPMOVZXBD    2(R9)(DI*1), Y9
+	VPAND        lowNibble<>+0(SB), Y9, Y7
+	VPSUBD       eight<>+0(SB), Y7, Y7
+	VCVTDQ2PS    Y7, Y7
+	VMULPS       Y5, Y7, Y7
+	VFMADD231PS  Y6, Y7, Y3
+	VMOVUPS      32(R10), Y6
+	VPMOVZXBD    10(R9)(DX*2), Y10
+	VPAND        lowNibble<>+0(SB), Y10, Y7
+	VPSUBD       eight<>+0(SB), Y7, Y7
+	VCVTDQ2PS    Y7, Y7
+	VMULPS       Y4, Y7, Y7
+	VFMADD231PS  Y6, Y7, Y2
+	VPMOVZXBD    10(R9)(DI*1), Y11
+	VPAND        lowNibble<>+0(SB), Y11, Y7
+	VPSUBD       eight<>+0(SB), Y7, Y7
+	VCVTDQ2PS    Y7, Y7
+	VMULPS       Y5, Y7, Y7
+	VFMADD231PS  Y6, Y7, Y3
+	VMOVUPS      64(R10), Y6
+	VPSRLD       $0x04, Y8, Y7
+	VPSUBD       eight<>+0(SB), Y7, Y7
+	VCVTDQ2PS    Y7, Y7
+	VMULPS       Y4, Y7, Y7
+	VFMADD231PS  Y6, Y7, Y2
+	VPSRLD       $0x04, Y9, Y7
+	VPSUBD       eight<>+0(SB), Y7, Y7
+	VCVTDQ2PS    Y7, Y7
+	VMULPS       Y5, Y7, Y7
+	VFMADD231PS  Y6, Y7, Y3
+	VMOVUPS      96(R10), Y6
+	VPSRLD       $0x04, Y10, Y7
+	VPSUBD       eight<>+0(SB), Y7, Y7
+	VCVTDQ2PS    Y7, Y7
+	VMULPS       Y4, Y7, Y7
+	VFMADD231PS  Y6, Y7, Y2
+	VPSRLD       $0x04, Y11, Y4
+	VPSUBD       eight<>+0(SB), Y4, Y4
+	VCVTDQ2PS    Y4, Y4
+	VMULPS       Y5, Y4, Y4
+	VFMADD231PS  Y6, Y4, Y3
+	ADDQ         $0x12, R9
+	ADDQ         $0x00000080, R10
+	DECQ         R11
+	JNZ          four_step
 
-step_end:
+four_step_end:
 	VPERM2F128   $0x21, Y2, Y0, Y4
 	VBLENDPS     $0xf0, Y2, Y0, Y0
 	VADDPS       Y4, Y0, Y0
@@ -1593,141 +2037,142 @@ step_end:
 	VADDPS       X1, X2, X2
 	VMOVUPS      X2, (AX)
 	ADDQ         $0x10, AX
-	LEAQ         (CX)(DX*4), CX
-	DECQ         SI
-	JNZ          group
+	DECQ         R8
+	JMP          four
 
-group_end:
+none:
+	VZEROUPPER
 	RET
 
 // func gemvQ4_1AVX2(out *float32, w *byte, wStride int, x *float32, groups int, k int)
 // Requires: AVX, AVX2, F16C, FMA3
 TEXT ·gemvQ4_1AVX2(SB), NOSPLIT, $0-48
-	MOVQ  out+0(FP), AX
-	MOVQ  w+8(FP), CX
-	MOVQ  wStride+16(FP), DX
-	MOVQ  x+24(FP), BX
-	MOVQ  groups+32(FP), SI
-	MOVQ  k+40(FP), DI
-	SHRQ  $0x05, DI
-	LEAQ  (DX)(DX*2), R11
-	TESTQ SI, SI
-	JZ    group_end
+	MOVQ out+0(FP), AX
+	MOVQ w+8(FP), CX
+	MOVQ wStride+16(FP), DX
+	MOVQ x+24(FP), BX
+	MOVQ k+40(FP), SI
+	MOVQ groups+32(FP), R8
+	SHRQ $0x05, SI
+	LEAQ (DX)(DX*2), DI
 
-group:
-	MOVQ   CX, R8
-	MOVQ   BX, R9
-	MOVQ   DI, R10
+four:
+	TESTQ  R8, R8
+	JZ     none
+	MOVQ   CX, R9
+	LEAQ   (CX)(DX*4), CX
+	MOVQ   BX, R10
+	MOVQ   SI, R11
 	VXORPS Y0, Y0, Y0
 	VXORPS Y1, Y1, Y1
 	VXORPS Y2, Y2, Y2
 	VXORPS Y3, Y3, Y3
-	TESTQ  R10, R10
-	JZ     step_end
+	TESTQ  R11, R11
+	JZ     four_step_end
 
-step:
-	VPBROADCASTW (R8), X4
+four_step:
+	VPBROADCASTW (R9), X4
 	VCVTPH2PS    X4, Y4
-	VPBROADCASTW 2(R8), X5
+	VPBROADCASTW 2(R9), X5
 	VCVTPH2PS    X5, Y5
-	VPMOVZXBD    4(R8), Y6
-	VPAND        lowNibble<>+0(SB), Y6, Y6
-	VCVTDQ2PS    Y6, Y6
-	VFMADD213PS  Y5, Y4, Y6
-	VFMADD231PS  (R9), Y6, Y0
-	VPMOVZXBD    12(R8), Y6
-	VPAND        lowNibble<>+0(SB), Y6, Y6
-	VCVTDQ2PS    Y6, Y6
-	VFMADD213PS  Y5, Y4, Y6
-	VFMADD231PS  32(R9), Y6, Y0
-	VPMOVZXBD    4(R8), Y6
-	VPSRLD       $0x04, Y6, Y6
-	VCVTDQ2PS    Y6, Y6
-	VFMADD213PS  Y5, Y4, Y6
-	VFMADD231PS  64(R9), Y6, Y0
-	VPMOVZXBD    12(R8), Y6
-	VPSRLD       $0x04, Y6, Y6
-	VCVTDQ2PS    Y6, Y6
-	VFMADD213PS  Y5, Y4, Y6
-	VFMADD231PS  96(R9), Y6, Y0
-	VPBROADCASTW (R8)(DX*1), X4
+	VPBROADCASTW (R9)(DX*1), X6
+	VCVTPH2PS    X6, Y6
+	VPBROADCASTW 2(R9)(DX*1), X7
+	VCVTPH2PS    X7, Y7
+	VMOVUPS      (R10), Y8
+	VPMOVZXBD    4(R9), Y10
+	VPAND        lowNibble<>+0(SB), Y10, Y9
+	VCVTDQ2PS    Y9, Y9
+	VFMADD213PS  Y5, Y4, Y9
+	VFMADD231PS  Y8, Y9, Y0
+	VPMOVZXBD    4(R9)(DX*1), Y11
+	VPAND        lowNibble<>+0(SB), Y11, Y9
+	VCVTDQ2PS    Y9, Y9
+	VFMADD213PS  Y7, Y6, Y9
+	VFMADD231PS  Y8, Y9, Y1
+	VMOVUPS      32(R10), Y8
+	VPMOVZXBD    12(R9), Y12
+	VPAND        lowNibble<>+0(SB), Y12, Y9
+	VCVTDQ2PS    Y9, Y9
+	VFMADD213PS  Y5, Y4, Y9
+	VFMADD231PS  Y8, Y9, Y0
+	VPMOVZXBD    12(R9)(DX*1), Y13
+	VPAND        lowNibble<>+0(SB), Y13, Y9
+	VCVTDQ2PS    Y9, Y9
+	VFMADD213PS  Y7, Y6, Y9
+	VFMADD231PS  Y8, Y9, Y1
+	VMOVUPS      64(R10), Y8
+	VPSRLD       $0x04, Y10, Y9
+	VCVTDQ2PS    Y9, Y9
+	VFMADD213PS  Y5, Y4, Y9
+	VFMADD231PS  Y8, Y9, Y0
+	VPSRLD       $0x04, Y11, Y9
+	VCVTDQ2PS    Y9, Y9
+	VFMADD213PS  Y7, Y6, Y9
+	VFMADD231PS  Y8, Y9, Y1
+	VMOVUPS      96(R10), Y8
+	VPSRLD       $0x04, Y12, Y9
+	VCVTDQ2PS    Y9, Y9
+	VFMADD213PS  Y5, Y4, Y9
+	VFMADD231PS  Y8, Y9, Y0
+	VPSRLD       $0x04, Y13, Y4
+	VCVTDQ2PS    Y4, Y4
+	VFMADD213PS  Y7, Y6, Y4
+	VFMADD231PS  Y8, Y4, Y1
+	VPBROADCASTW (R9)(DX*2), X4
 	VCVTPH2PS    X4, Y4
-	VPBROADCASTW 2(R8)(DX*1), X5
+	VPBROADCASTW 2(R9)(DX*2), X5
 	VCVTPH2PS    X5, Y5
-	VPMOVZXBD    4(R8)(DX*1), Y6
-	VPAND        lowNibble<>+0(SB), Y6, Y6
-	VCVTDQ2PS    Y6, Y6
-	VFMADD213PS  Y5, Y4, Y6
-	VFMADD231PS  (R9), Y6, Y1
-	VPMOVZXBD    12(R8)(DX*1), Y6
-	VPAND        lowNibble<>+0(SB), Y6, Y6
-	VCVTDQ2PS    Y6, Y6
-	VFMADD213PS  Y5, Y4, Y6
-	VFMADD231PS  32(R9), Y6, Y1
-	VPMOVZXBD    4(R8)(DX*1), Y6
-	VPSRLD       $0x04, Y6, Y6
-	VCVTDQ2PS    Y6, Y6
-	VFMADD213PS  Y5, Y4, Y6
-	VFMADD231PS  64(R9), Y6, Y1
-	VPMOVZXBD    12(R8)(DX*1), Y6
-	VPSRLD       $0x04, Y6, Y6
-	VCVTDQ2PS    Y6, Y6
-	VFMADD213PS  Y5, Y4, Y6
-	VFMADD231PS  96(R9), Y6, Y1
-	VPBROADCASTW (R8)(DX*2), X4
-	VCVTPH2PS    X4, Y4
-	VPBROADCASTW 2(R8)(DX*2), X5
-	VCVTPH2PS    X5, Y5
-	VPMOVZXBD    4(R8)(DX*2), Y6
-	VPAND        lowNibble<>+0(SB), Y6, Y6
-	VCVTDQ2PS    Y6, Y6
-	VFMADD213PS  Y5, Y4, Y6
-	VFMADD231PS  (R9), Y6, Y2
-	VPMOVZXBD    12(R8)(DX*2), Y6
-	VPAND        lowNibble<>+0(SB), Y6, Y6
-	VCVTDQ2PS    Y6, Y6
-	VFMADD213PS  Y5, Y4, Y6
-	VFMADD231PS  32(R9), Y6, Y2
-	VPMOVZXBD    4(R8)(DX*2), Y6
-	VPSRLD       $0x04, Y6, Y6
-	VCVTDQ2PS    Y6, Y6
-	VFMADD213PS  Y5, Y4, Y6
-	VFMADD231PS  64(R9), Y6, Y2
-	VPMOVZXBD    12(R8)(DX*2), Y6
-	VPSRLD       $0x04, Y6, Y6
-	VCVTDQ2PS    Y6, Y6
-	VFMADD213PS  Y5, Y4, Y6
-	VFMADD231PS  96(R9), Y6, Y2
-	VPBROADCASTW (R8)(R11*1), X4
-	VCVTPH2PS    X4, Y4
-	VPBROADCASTW 2(R8)(R11*1), X5
-	VCVTPH2PS    X5, Y5
-	VPMOVZXBD    4(R8)(R11*1), Y6
-	VPAND        lowNibble<>+0(SB), Y6, Y6
-	VCVTDQ2PS    Y6, Y6
-	VFMADD213PS  Y5, Y4, Y6
-	VFMADD231PS  (R9), Y6, Y3
-	VPMOVZXBD    12(R8)(R11*1), Y6
-	VPAND        lowNibble<>+0(SB), Y6, Y6
-	VCVTDQ2PS    Y6, Y6
-	VFMADD213PS  Y5, Y4, Y6
-	VFMADD231PS  32(R9), Y6, Y3
-	VPMOVZXBD    4(R8)(R11*1), Y6
-	VPSRLD       $0x04, Y6, Y6
-	VCVTDQ2PS    Y6, Y6
-	VFMADD213PS  Y5, Y4, Y6
-	VFMADD231PS  64(R9), Y6, Y3
-	VPMOVZXBD    12(R8)(R11*1), Y6
-	VPSRLD       $0x04, Y6, Y6
-	VCVTDQ2PS    Y6, Y6
-	VFMADD213PS  Y5, Y4, Y6
-	VFMADD231PS  96(R9), Y6, Y3
-	ADDQ         $0x14, R8
-	ADDQ         $0x80, R9
-	DECQ         R10
-	JNZ          step
+	VPBROADCASTW (R9)(DI*1), X6
+	VCVTPH2PS    X6, Y6
+	VPBROADCASTW 2(R9)(DI*1), X7
+	VCVTPH2PS    X7, Y7
+	VMOVUPS      (R10), Y8
+	VPMOVZXBD    4(R9)(DX*2), Y10
+	VPAND        lowNibble<>+0(SB), Y10, Y9
+	VCVTDQ2PS    Y9, Y9
+	VFMADD213PS  Y5, Y4, Y9
+	VFMADD231PS  Y8, Y9, Y2
+	VPMOVZXBD    4(R9)(DI*1), Y11
+	VPAND        lowNibble<>+0(SB), Y11, Y9
+	VCVTDQ2PS    Y9, Y9
+	VFMADD213PS  Y7, Y6, Y9
+	VFMADD231PS  Y8, Y9, Y3
+	VMOVUPS      32(R10), Y8
+	VPMOVZXBD    12(R9)(DX*2), Y12
+	VPAND        lowNibble<>+0(SB), Y12, Y9
+	VCVTDQ2PS    Y9, Y9
+	VFMADD213PS  Y5, Y4, Y9
+	VFMADD231PS  Y8, Y9, Y2
+	VPMOVZXBD    12(R9)(DI*1), Y13
+	VPAND        lowNibble<>+0(SB), Y13, Y9
+	VCVTDQ2PS    Y9, Y9
+	VFMADD213PS  Y7, Y6, Y9
+	VFMADD231PS  Y8, Y9, Y3
+	VMOVUPS      64(R10), Y8
+	VPSRLD       $0x04, Y10, Y9
+	VCVTDQ2PS    Y9, Y9
+	VFMADD213PS  Y5, Y4, Y9
+	VFMADD231PS  Y8, Y9, Y2
+	VPSRLD       $0x04, Y11, Y9
+	VCVTDQ2PS    Y9, Y9
+	VFMADD213PS  Y7, Y6, Y9
+	VFMADD231PS  Y8, Y9, Y3
+	VMOVUPS      96(R10), Y8
+	VPSRLD       $0x04, Y12, Y9
+	VCVTDQ2PS    Y9, Y9
+	VFMADD213PS  Y5, Y4, Y9
+	VFMADD231PS  Y8, Y9, Y2
+	VPSRLD       $0x04, Y13, Y4
+	VCVTDQ2PS    Y4, Y4
+	VFMADD213PS  Y7, Y6, Y4
+	VFMADD231PS  Y8, Y4, Y3
+	ADDQ         $0x14, R9
+	ADDQ         $0x00000080, R10
+	DECQ         R11
+	JNZ          four_step
 
-step_end:
+four_step_end:
 	VPERM2F128   $0x21, Y2, Y0, Y4
 	VBLENDPS     $0xf0, Y2, Y0, Y0
 	VADDPS       Y4, Y0, Y0
@@ -1743,217 +2188,206 @@ step_end:
 	VADDPS       X1, X2, X2
 	VMOVUPS      X2, (AX)
 	ADDQ         $0x10, AX
-	LEAQ         (CX)(DX*4), CX
-	DECQ         SI
-	JNZ          group
+	DECQ         R8
+	JMP          four
 
-group_end:
+none:
+	VZEROUPPER
 	RET
 
 // func gemvQ5_0AVX2(out *float32, w *byte, wStride int, x *float32, groups int, k int)
 // Requires: AVX, AVX2, F16C, FMA3
 TEXT ·gemvQ5_0AVX2(SB), NOSPLIT, $0-48
-	MOVQ  out+0(FP), AX
-	MOVQ  w+8(FP), CX
-	MOVQ  wStride+16(FP), DX
-	MOVQ  x+24(FP), BX
-	MOVQ  groups+32(FP), SI
-	MOVQ  k+40(FP), DI
-	SHRQ  $0x05, DI
-	LEAQ  (DX)(DX*2), R11
-	TESTQ SI, SI
-	JZ    group_end
+	MOVQ out+0(FP), AX
+	MOVQ w+8(FP), CX
+	MOVQ wStride+16(FP), DX
+	MOVQ x+24(FP), BX
+	MOVQ k+40(FP), SI
+	MOVQ groups+32(FP), R8
+	SHRQ $0x05, SI
+	LEAQ (DX)(DX*2), DI
 
-group:
-	MOVQ   CX, R8
-	MOVQ   BX, R9
-	MOVQ   DI, R10
+four:
+	TESTQ  R8, R8
+	JZ     none
+	MOVQ   CX, R9
+	LEAQ   (CX)(DX*4), CX
+	MOVQ   BX, R10
+	MOVQ   SI, R11
 	VXORPS Y0, Y0, Y0
 	VXORPS Y1, Y1, Y1
 	VXORPS Y2, Y2, Y2
 	VXORPS Y3, Y3, Y3
-	TESTQ  R10, R10
-	JZ     step_end
+	TESTQ  R11, R11
+	JZ     four_step_end
 
-step:
-	VPBROADCASTW (R8), X4
+four_step:
+	VPBROADCASTW (R9), X4
 	VCVTPH2PS    X4, Y4
-	VPBROADCASTD 2(R8), Y5
-	VPMOVZXBD    6(R8), Y6
-	VPAND        lowNibble<>+0(SB), Y6, Y6
-	VPSRLVD      bits0<>+0(SB), Y5, Y7
-	VPSLLD       $0x04, Y7, Y7
-	VPAND        fifthBit<>+0(SB), Y7, Y7
-	VPOR         Y7, Y6, Y6
-	VPSUBD       fifthBit<>+0(SB), Y6, Y6
-	VCVTDQ2PS    Y6, Y6
-	VMULPS       Y4, Y6, Y6
-	VFMADD231PS  (R9), Y6, Y0
-	VPMOVZXBD    14(R8), Y6
-	VPAND        lowNibble<>+0(SB), Y6, Y6
-	VPSRLVD      bits8<>+0(SB), Y5, Y7
-	VPSLLD       $0x04, Y7, Y7
-	VPAND        fifthBit<>+0(SB), Y7, Y7
-	VPOR         Y7, Y6, Y6
-	VPSUBD       fifthBit<>+0(SB), Y6, Y6
-	VCVTDQ2PS    Y6, Y6
-	VMULPS       Y4, Y6, Y6
-	VFMADD231PS  32(R9), Y6, Y0
-	VPMOVZXBD    6(R8), Y6
-	VPSRLD       $0x04, Y6, Y6
-	VPSRLVD      bits16<>+0(SB), Y5, Y7
-	VPSLLD       $0x04, Y7, Y7
-	VPAND        fifthBit<>+0(SB), Y7, Y7
-	VPOR         Y7, Y6, Y6
-	VPSUBD       fifthBit<>+0(SB), Y6, Y6
-	VCVTDQ2PS    Y6, Y6
-	VMULPS       Y4, Y6, Y6
-	VFMADD231PS  64(R9), Y6, Y0
-	VPMOVZXBD    14(R8), Y6
-	VPSRLD       $0x04, Y6, Y6
-	VPSRLVD      bits24<>+0(SB), Y5, Y5
-	VPSLLD       $0x04, Y5, Y5
-	VPAND        fifthBit<>+0(SB), Y5, Y5
-	VPOR         Y5, Y6, Y6
-	VPSUBD       fifthBit<>+0(SB), Y6, Y6
-	VCVTDQ2PS    Y6, Y6
-	VMULPS       Y4, Y6, Y6
-	VFMADD231PS  96(R9), Y6, Y0
-	VPBROADCASTW (R8)(DX*1), X4
+	VPBROADCASTD 2(R9), Y5
+	VPBROADCASTW (R9)(DX*1), X6
+	VCVTPH2PS    X6, Y6
+	VPBROADCASTD 2(R9)(DX*1), Y7
+	VMOVUPS      (R10), Y8
+	VPMOVZXBD    6(R9), Y10
+	VPAND        lowNibble<>+0(SB), Y10, Y9
+	VPSLLD       $0x04, Y5, Y11
+	VPSRLVD      iota0<>+0(SB), Y11, Y11
+	VPAND        sixteen<>+0(SB), Y11, Y11
+	VPOR         Y11, Y9, Y9
+	VPSUBD       sixteen<>+0(SB), Y9, Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y4, Y9, Y9
+	VFMADD231PS  Y8, Y9, Y0
+	VPMOVZXBD    6(R9)(DX*1), Y11
+	VPAND        lowNibble<>+0(SB), Y11, Y9
+	VPSLLD       $0x04, Y7, Y12
+	VPSRLVD      iota0<>+0(SB), Y12, Y12
+	VPAND        sixteen<>+0(SB), Y12, Y12
+	VPOR         Y12, Y9, Y9
+	VPSUBD       sixteen<>+0(SB), Y9, Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y6, Y9, Y9
+	VFMADD231PS  Y8, Y9, Y1
+	VMOVUPS      32(R10), Y8
+	VPMOVZXBD    14(R9), Y12
+	VPAND        lowNibble<>+0(SB), Y12, Y9
+	VPSRLVD      iota4<>+0(SB), Y5, Y13
+	VPAND        sixteen<>+0(SB), Y13, Y13
+	VPOR         Y13, Y9, Y9
+	VPSUBD       sixteen<>+0(SB), Y9, Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y4, Y9, Y9
+	VFMADD231PS  Y8, Y9, Y0
+	VPMOVZXBD    14(R9)(DX*1), Y13
+	VPAND        lowNibble<>+0(SB), Y13, Y9
+	VPSRLVD      iota4<>+0(SB), Y7, Y14
+	VPAND        sixteen<>+0(SB), Y14, Y14
+	VPOR         Y14, Y9, Y9
+	VPSUBD       sixteen<>+0(SB), Y9, Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y6, Y9, Y9
+	VFMADD231PS  Y8, Y9, Y1
+	VMOVUPS      64(R10), Y8
+	VPSRLD       $0x04, Y10, Y9
+	VPSRLVD      iota12<>+0(SB), Y5, Y10
+	VPAND        sixteen<>+0(SB), Y10, Y10
+	VPOR         Y10, Y9, Y9
+	VPSUBD       sixteen<>+0(SB), Y9, Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y4, Y9, Y9
+	VFMADD231PS  Y8, Y9, Y0
+	VPSRLD       $0x04, Y11, Y9
+	VPSRLVD      iota12<>+0(SB), Y7, Y10
+	VPAND        sixteen<>+0(SB), Y10, Y10
+	VPOR         Y10, Y9, Y9
+	VPSUBD       sixteen<>+0(SB), Y9, Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y6, Y9, Y9
+	VFMADD231PS  Y8, Y9, Y1
+	VMOVUPS      96(R10), Y8
+	VPSRLD       $0x04, Y12, Y9
+	VPSRLVD      iota20<>+0(SB), Y5, Y5
+	VPAND        sixteen<>+0(SB), Y5, Y5
+	VPOR         Y5, Y9, Y9
+	VPSUBD       sixteen<>+0(SB), Y9, Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y4, Y9, Y9
+	VFMADD231PS  Y8, Y9, Y0
+	VPSRLD       $0x04, Y13, Y4
+	VPSRLVD      iota20<>+0(SB), Y7, Y5
+	VPAND        sixteen<>+0(SB), Y5, Y5
+	VPOR         Y5, Y4, Y4
+	VPSUBD       sixteen<>+0(SB), Y4, Y4
+	VCVTDQ2PS    Y4, Y4
+	VMULPS       Y6, Y4, Y4
+	VFMADD231PS  Y8, Y4, Y1
+	VPBROADCASTW (R9)(DX*2), X4
 	VCVTPH2PS    X4, Y4
-	VPBROADCASTD 2(R8)(DX*1), Y5
-	VPMOVZXBD    6(R8)(DX*1), Y6
-	VPAND        lowNibble<>+0(SB), Y6, Y6
-	VPSRLVD      bits0<>+0(SB), Y5, Y7
-	VPSLLD       $0x04, Y7, Y7
-	VPAND        fifthBit<>+0(SB), Y7, Y7
-	VPOR         Y7, Y6, Y6
-	VPSUBD       fifthBit<>+0(SB), Y6, Y6
-	VCVTDQ2PS    Y6, Y6
-	VMULPS       Y4, Y6, Y6
-	VFMADD231PS  (R9), Y6, Y1
-	VPMOVZXBD    14(R8)(DX*1), Y6
-	VPAND        lowNibble<>+0(SB), Y6, Y6
-	VPSRLVD      bits8<>+0(SB), Y5, Y7
-	VPSLLD       $0x04, Y7, Y7
-	VPAND        fifthBit<>+0(SB), Y7, Y7
-	VPOR         Y7, Y6, Y6
-	VPSUBD       fifthBit<>+0(SB), Y6, Y6
-	VCVTDQ2PS    Y6, Y6
-	VMULPS       Y4, Y6, Y6
-	VFMADD231PS  32(R9), Y6, Y1
-	VPMOVZXBD    6(R8)(DX*1), Y6
-	VPSRLD       $0x04, Y6, Y6
-	VPSRLVD      bits16<>+0(SB), Y5, Y7
-	VPSLLD       $0x04, Y7, Y7
-	VPAND        fifthBit<>+0(SB), Y7, Y7
-	VPOR         Y7, Y6, Y6
-	VPSUBD       fifthBit<>+0(SB), Y6, Y6
-	VCVTDQ2PS    Y6, Y6
-	VMULPS       Y4, Y6, Y6
-	VFMADD231PS  64(R9), Y6, Y1
-	VPMOVZXBD    14(R8)(DX*1), Y6
-	VPSRLD       $0x04, Y6, Y6
-	VPSRLVD      bits24<>+0(SB), Y5, Y5
-	VPSLLD       $0x04, Y5, Y5
-	VPAND        fifthBit<>+0(SB), Y5, Y5
-	VPOR         Y5, Y6, Y6
-	VPSUBD       fifthBit<>+0(SB), Y6, Y6
-	VCVTDQ2PS    Y6, Y6
-	VMULPS       Y4, Y6, Y6
-	VFMADD231PS  96(R9), Y6, Y1
-	VPBROADCASTW (R8)(DX*2), X4
-	VCVTPH2PS    X4, Y4
-	VPBROADCASTD 2(R8)(DX*2), Y5
-	VPMOVZXBD    6(R8)(DX*2), Y6
-	VPAND        lowNibble<>+0(SB), Y6, Y6
-	VPSRLVD      bits0<>+0(SB), Y5, Y7
-	VPSLLD       $0x04, Y7, Y7
-	VPAND        fifthBit<>+0(SB), Y7, Y7
-	VPOR         Y7, Y6, Y6
-	VPSUBD       fifthBit<>+0(SB), Y6, Y6
-	VCVTDQ2PS    Y6, Y6
-	VMULPS       Y4, Y6, Y6
-	VFMADD231PS  (R9), Y6, Y2
-	VPMOVZXBD    14(R8)(DX*2), Y6
-	VPAND        lowNibble<>+0(SB), Y6, Y6
-	VPSRLVD      bits8<>+0(SB), Y5, Y7
-	VPSLLD       $0x04, Y7, Y7
-	VPAND        fifthBit<>+0(SB), Y7, Y7
-	VPOR         Y7, Y6, Y6
-	VPSUBD       fifthBit<>+0(SB), Y6, Y6
-	VCVTDQ2PS    Y6, Y6
-	VMULPS       Y4, Y6, Y6
-	VFMADD231PS  32(R9), Y6, Y2
-	VPMOVZXBD    6(R8)(DX*2), Y6
-	VPSRLD       $0x04, Y6, Y6
-	VPSRLVD      bits16<>+0(SB), Y5, Y7
-	VPSLLD       $0x04, Y7, Y7
-	VPAND        fifthBit<>+0(SB), Y7, Y7
-	VPOR         Y7, Y6, Y6
-	VPSUBD       fifthBit<>+0(SB), Y6, Y6
-	VCVTDQ2PS    Y6, Y6
-	VMULPS       Y4, Y6, Y6
-	VFMADD231PS  64(R9), Y6, Y2
-	VPMOVZXBD    14(R8)(DX*2), Y6
-	VPSRLD       $0x04, Y6, Y6
-	VPSRLVD      bits24<>+0(SB), Y5, Y5
-	VPSLLD       $0x04, Y5, Y5
-	VPAND        fifthBit<>+0(SB), Y5, Y5
-	VPOR         Y5, Y6, Y6
-	VPSUBD       fifthBit<>+0(SB), Y6, Y6
-	VCVTDQ2PS    Y6, Y6
-	VMULPS       Y4, Y6, Y6
-	VFMADD231PS  96(R9), Y6, Y2
-	VPBROADCASTW (R8)(R11*1), X4
-	VCVTPH2PS    X4, Y4
-	VPBROADCASTD 2(R8)(R11*1), Y5
-	VPMOVZXBD    6(R8)(R11*1), Y6
-	VPAND        lowNibble<>+0(SB), Y6, Y6
-	VPSRLVD      bits0<>+0(SB), Y5, Y7
-	VPSLLD       $0x04, Y7, Y7
-	VPAND        fifthBit<>+0(SB), Y7, Y7
-	VPOR         Y7, Y6, Y6
-	VPSUBD       fifthBit<>+0(SB), Y6, Y6
-	VCVTDQ2PS    Y6, Y6
-	VMULPS       Y4, Y6, Y6
-	VFMADD231PS  (R9), Y6, Y3
-	VPMOVZXBD    14(R8)(R11*1), Y6
-	VPAND        lowNibble<>+0(SB), Y6, Y6
-	VPSRLVD      bits8<>+0(SB), Y5, Y7
-	VPSLLD       $0x04, Y7, Y7
-	VPAND        fifthBit<>+0(SB), Y7, Y7
-	VPOR         Y7, Y6, Y6
-	VPSUBD       fifthBit<>+0(SB), Y6, Y6
-	VCVTDQ2PS    Y6, Y6
-	VMULPS       Y4, Y6, Y6
-	VFMADD231PS  32(R9), Y6, Y3
-	VPMOVZXBD    6(R8)(R11*1), Y6
-	VPSRLD       $0x04, Y6, Y6
-	VPSRLVD      bits16<>+0(SB), Y5, Y7
-	VPSLLD       $0x04, Y7, Y7
-	VPAND        fifthBit<>+0(SB), Y7, Y7
-	VPOR         Y7, Y6, Y6
-	VPSUBD       fifthBit<>+0(SB), Y6, Y6
-	VCVTDQ2PS    Y6, Y6
-	VMULPS       Y4, Y6, Y6
-	VFMADD231PS  64(R9), Y6, Y3
-	VPMOVZXBD    14(R8)(R11*1), Y6
-	VPSRLD       $0x04, Y6, Y6
-	VPSRLVD      bits24<>+0(SB), Y5, Y5
-	VPSLLD       $0x04, Y5, Y5
-	VPAND        fifthBit<>+0(SB), Y5, Y5
-	VPOR         Y5, Y6, Y6
-	VPSUBD       fifthBit<>+0(SB), Y6, Y6
-	VCVTDQ2PS    Y6, Y6
-	VMULPS       Y4, Y6, Y6
-	VFMADD231PS  96(R9), Y6, Y3
-	ADDQ         $0x16, R8
-	ADDQ         $0x80, R9
-	DECQ         R10
-	JNZ          step
+	VPBROADCASTD 2(R9)(DX*2), Y5
+	VPBROADCASTW (R9)(DI*1), X6
+	VCVTPH2PS    X6, Y6
+	VPBROADCASTD 2(R9)(DI*1), Y7
+	VMOVUPS      (R10), Y8
+	VPMOVZXBD    6(R9)(DX*2), Y10
+	VPAND        lowNibble<>+0(SB), Y10, Y9
+	VPSLLD       $0x04, Y5, Y11
+	VPSRLVD      iota0<>+0(SB), Y11, Y11
+	VPAND        sixteen<>+0(SB), Y11, Y11
+	VPOR         Y11, Y9, Y9
+	VPSUBD       sixteen<>+0(SB), Y9, Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y4, Y9, Y9
+	VFMADD231PS  Y8, Y9, Y2
+	VPMOVZXBD    6(R9)(DI*1), Y11
+	VPAND        lowNibble<>+0(SB), Y11, Y9
+	VPSLLD       $0x04, Y7, Y12
+	VPSRLVD      iota0<>+0(SB), Y12, Y12
+	VPAND        sixteen<>+0(SB), Y12, Y12
+	VPOR         Y12, Y9, Y9
+	VPSUBD       sixteen<>+0(SB), Y9, Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y6, Y9, Y9
+	VFMADD231PS  Y8, Y9, Y3
+	VMOVUPS      32(R10), Y8
+	VPMOVZXBD    14(R9)(DX*2), Y12
+	VPAND        lowNibble<>+0(SB), Y12, Y9
+	VPSRLVD      iota4<>+0(SB), Y5, Y13
+	VPAND        sixteen<>+0(SB), Y13, Y13
+	VPOR         Y13, Y9, Y9
+	VPSUBD       sixteen<>+0(SB), Y9, Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y4, Y9, Y9
+	VFMADD231PS  Y8, Y9, Y2
+	VPMOVZXBD    14(R9)(DI*1), Y13
+	VPAND        lowNibble<>+0(SB), Y13, Y9
+	VPSRLVD      iota4<>+0(SB), Y7, Y14
+	VPAND        sixteen<>+0(SB), Y14, Y14
+	VPOR         Y14, Y9, Y9
+	VPSUBD       sixteen<>+0(SB), Y9, Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y6, Y9, Y9
+	VFMADD231PS  Y8, Y9, Y3
+	VMOVUPS      64(R10), Y8
+	VPSRLD       $0x04, Y10, Y9
+	VPSRLVD      iota12<>+0(SB), Y5, Y10
+	VPAND        sixteen<>+0(SB), Y10, Y10
+	VPOR         Y10, Y9, Y9
+	VPSUBD       sixteen<>+0(SB), Y9, Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y4, Y9, Y9
+	VFMADD231PS  Y8, Y9, Y2
+	VPSRLD       $0x04, Y11, Y9
+	VPSRLVD      iota12<>+0(SB), Y7, Y10
+	VPAND        sixteen<>+0(SB), Y10, Y10
+	VPOR         Y10, Y9, Y9
+	VPSUBD       sixteen<>+0(SB), Y9, Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y6, Y9, Y9
+	VFMADD231PS  Y8, Y9, Y3
+	VMOVUPS      96(R10), Y8
+	VPSRLD       $0x04, Y12, Y9
+	VPSRLVD      iota20<>+0(SB), Y5, Y5
+	VPAND        sixteen<>+0(SB), Y5, Y5
+	VPOR         Y5, Y9, Y9
+	VPSUBD       sixteen<>+0(SB), Y9, Y9
+	VCVTDQ2PS    Y9, Y9
+	VMULPS       Y4, Y9, Y9
+	VFMADD231PS  Y8, Y9, Y2
+	VPSRLD       $0x04, Y13, Y4
+	VPSRLVD      iota20<>+0(SB), Y7, Y5
+	VPAND        sixteen<>+0(SB), Y5, Y5
+	VPOR         Y5, Y4, Y4
+	VPSUBD       sixteen<>+0(SB), Y4, Y4
+	VCVTDQ2PS    Y4, Y4
+	VMULPS       Y6, Y4, Y4
+	VFMADD231PS  Y8, Y4, Y3
+	ADDQ         $0x16, R9
+	ADDQ         $0x00000080, R10
+	DECQ         R11
+	JNZ          four_step
 
-step_end:
+four_step_end:
 	VPERM2F128   $0x21, Y2, Y0, Y4
 	VBLENDPS     $0xf0, Y2, Y0, Y0
 	VADDPS       Y4, Y0, Y0
@@ -1969,209 +2403,206 @@ step_end:
 	VADDPS       X1, X2, X2
 	VMOVUPS      X2, (AX)
 	ADDQ         $0x10, AX
-	LEAQ         (CX)(DX*4), CX
-	DECQ         SI
-	JNZ          group
+	DECQ         R8
+	JMP          four
 
-group_end:
+none:
+	VZEROUPPER
 	RET
 
 // func gemvQ5_1AVX2(out *float32, w *byte, wStride int, x *float32, groups int, k int)
 // Requires: AVX, AVX2, F16C, FMA3
 TEXT ·gemvQ5_1AVX2(SB), NOSPLIT, $0-48
-	MOVQ  out+0(FP), AX
-	MOVQ  w+8(FP), CX
-	MOVQ  wStride+16(FP), DX
-	MOVQ  x+24(FP), BX
-	MOVQ  groups+32(FP), SI
-	MOVQ  k+40(FP), DI
-	SHRQ  $0x05, DI
-	LEAQ  (DX)(DX*2), R11
-	TESTQ SI, SI
-	JZ    group_end
+	MOVQ out+0(FP), AX
+	MOVQ w+8(FP), CX
+	MOVQ wStride+16(FP), DX
+	MOVQ x+24(FP), BX
+	MOVQ k+40(FP), SI
+	MOVQ groups+32(FP), R8
+	SHRQ $0x05, SI
+	LEAQ (DX)(DX*2), DI
 
-group:
-	MOVQ   CX, R8
-	MOVQ   BX, R9
-	MOVQ   DI, R10
+four:
+	TESTQ  R8, R8
+	JZ     none
+	MOVQ   CX, R9
+	LEAQ   (CX)(DX*4), CX
+	MOVQ   BX, R10
+	MOVQ   SI, R11
 	VXORPS Y0, Y0, Y0
 	VXORPS Y1, Y1, Y1
 	VXORPS Y2, Y2, Y2
 	VXORPS Y3, Y3, Y3
-	TESTQ  R10, R10
-	JZ     step_end
+	TESTQ  R11, R11
+	JZ     four_step_end
 
-step:
-	VPBROADCASTW (R8), X4
+four_step:
+	VPBROADCASTW (R9), X4
 	VCVTPH2PS    X4, Y4
-	VPBROADCASTW 2(R8), X5
+	VPBROADCASTW 2(R9), X5
 	VCVTPH2PS    X5, Y5
-	VPBROADCASTD 4(R8), Y6
-	VPMOVZXBD    8(R8), Y7
-	VPAND        lowNibble<>+0(SB), Y7, Y7
-	VPSRLVD      bits0<>+0(SB), Y6, Y8
-	VPSLLD       $0x04, Y8, Y8
-	VPAND        fifthBit<>+0(SB), Y8, Y8
-	VPOR         Y8, Y7, Y7
-	VCVTDQ2PS    Y7, Y7
-	VFMADD213PS  Y5, Y4, Y7
-	VFMADD231PS  (R9), Y7, Y0
-	VPMOVZXBD    16(R8), Y7
-	VPAND        lowNibble<>+0(SB), Y7, Y7
-	VPSRLVD      bits8<>+0(SB), Y6, Y8
-	VPSLLD       $0x04, Y8, Y8
-	VPAND        fifthBit<>+0(SB), Y8, Y8
-	VPOR         Y8, Y7, Y7
-	VCVTDQ2PS    Y7, Y7
-	VFMADD213PS  Y5, Y4, Y7
-	VFMADD231PS  32(R9), Y7, Y0
-	VPMOVZXBD    8(R8), Y7
-	VPSRLD       $0x04, Y7, Y7
-	VPSRLVD      bits16<>+0(SB), Y6, Y8
-	VPSLLD       $0x04, Y8, Y8
-	VPAND        fifthBit<>+0(SB), Y8, Y8
-	VPOR         Y8, Y7, Y7
-	VCVTDQ2PS    Y7, Y7
-	VFMADD213PS  Y5, Y4, Y7
-	VFMADD231PS  64(R9), Y7, Y0
-	VPMOVZXBD    16(R8), Y7
-	VPSRLD       $0x04, Y7, Y7
-	VPSRLVD      bits24<>+0(SB), Y6, Y6
-	VPSLLD       $0x04, Y6, Y6
-	VPAND        fifthBit<>+0(SB), Y6, Y6
-	VPOR         Y6, Y7, Y7
-	VCVTDQ2PS    Y7, Y7
-	VFMADD213PS  Y5, Y4, Y7
-	VFMADD231PS  96(R9), Y7, Y0
-	VPBROADCASTW (R8)(DX*1), X4
+	VPBROADCASTD 4(R9), Y6
+	VMOVUPS      (R10), Y7
+	VPMOVZXBD    8(R9), Y9
+	VPAND        lowNibble<>+0(SB), Y9, Y8
+	VPSLLD       $0x04, Y6, Y10
+	VPSRLVD      iota0<>+0(SB), Y10, Y10
+	VPAND        sixteen<>+0(SB), Y10, Y10
+	VPOR         Y10, Y8, Y8
+	VCVTDQ2PS    Y8, Y8
+	VFMADD213PS  Y5, Y4, Y8
+	VFMADD231PS  Y7, Y8, Y0
+	VMOVUPS      32(R10), Y7
+	VPMOVZXBD    16(R9), Y10
+	VPAND        lowNibble<>+0(SB), Y10, Y8
+	VPSRLVD      iota4<>+0(SB), Y6, Y11
+	VPAND        sixteen<>+0(SB), Y11, Y11
+	VPOR         Y11, Y8, Y8
+	VCVTDQ2PS    Y8, Y8
+	VFMADD213PS  Y5, Y4, Y8
+	VFMADD231PS  Y7, Y8, Y0
+	VMOVUPS      64(R10), Y7
+	VPSRLD       $0x04, Y9, Y8
+	VPSRLVD      iota12<>+0(SB), Y6, Y9
+	VPAND        sixteen<>+0(SB), Y9, Y9
+	VPOR         Y9, Y8, Y8
+	VCVTDQ2PS    Y8, Y8
+	VFMADD213PS  Y5, Y4, Y8
+	VFMADD231PS  Y7, Y8, Y0
+	VMOVUPS      96(R10), Y7
+	VPSRLD       $0x04, Y10, Y8
+	VPSRLVD      iota20<>+0(SB), Y6, Y6
+	VPAND        sixteen<>+0(SB), Y6, Y6
+	VPOR         Y6, Y8, Y8
+	VCVTDQ2PS    Y8, Y8
+	VFMADD213PS  Y5, Y4, Y8
+	VFMADD231PS  Y7, Y8, Y0
+	VPBROADCASTW (R9)(DX*1), X4
 	VCVTPH2PS    X4, Y4
-	VPBROADCASTW 2(R8)(DX*1), X5
+	VPBROADCASTW 2(R9)(DX*1), X5
 	VCVTPH2PS    X5, Y5
-	VPBROADCASTD 4(R8)(DX*1), Y6
-	VPMOVZXBD    8(R8)(DX*1), Y7
-	VPAND        lowNibble<>+0(SB), Y7, Y7
-	VPSRLVD      bits0<>+0(SB), Y6, Y8
-	VPSLLD       $0x04, Y8, Y8
-	VPAND        fifthBit<>+0(SB), Y8, Y8
-	VPOR         Y8, Y7, Y7
-	VCVTDQ2PS    Y7, Y7
-	VFMADD213PS  Y5, Y4, Y7
-	VFMADD231PS  (R9), Y7, Y1
-	VPMOVZXBD    16(R8)(DX*1), Y7
-	VPAND        lowNibble<>+0(SB), Y7, Y7
-	VPSRLVD      bits8<>+0(SB), Y6, Y8
-	VPSLLD       $0x04, Y8, Y8
-	VPAND        fifthBit<>+0(SB), Y8, Y8
-	VPOR         Y8, Y7, Y7
-	VCVTDQ2PS    Y7, Y7
-	VFMADD213PS  Y5, Y4, Y7
-	VFMADD231PS  32(R9), Y7, Y1
-	VPMOVZXBD    8(R8)(DX*1), Y7
-	VPSRLD       $0x04, Y7, Y7
-	VPSRLVD      bits16<>+0(SB), Y6, Y8
-	VPSLLD       $0x04, Y8, Y8
-	VPAND        fifthBit<>+0(SB), Y8, Y8
-	VPOR         Y8, Y7, Y7
-	VCVTDQ2PS    Y7, Y7
-	VFMADD213PS  Y5, Y4, Y7
-	VFMADD231PS  64(R9), Y7, Y1
-	VPMOVZXBD    16(R8)(DX*1), Y7
-	VPSRLD       $0x04, Y7, Y7
-	VPSRLVD      bits24<>+0(SB), Y6, Y6
-	VPSLLD       $0x04, Y6, Y6
-	VPAND        fifthBit<>+0(SB), Y6, Y6
-	VPOR         Y6, Y7, Y7
-	VCVTDQ2PS    Y7, Y7
-	VFMADD213PS  Y5, Y4, Y7
-	VFMADD231PS  96(R9), Y7, Y1
-	VPBROADCASTW (R8)(DX*2), X4
+	VPBROADCASTD 4(R9)(DX*1), Y6
+	VMOVUPS      (R10), Y7
+	VPMOVZXBD    8(R9)(DX*1), Y9
+	VPAND        lowNibble<>+0(SB), Y9, Y8
+	VPSLLD       $0x04, Y6, Y10
+	VPSRLVD      iota0<>+0(SB), Y10, Y10
+	VPAND        sixteen<>+0(SB), Y10, Y10
+	VPOR         Y10, Y8, Y8
+	VCVTDQ2PS    Y8, Y8
+	VFMADD213PS  Y5, Y4, Y8
+	VFMADD231PS  Y7, Y8, Y1
+	VMOVUPS      32(R10), Y7
+	VPMOVZXBD    16(R9)(DX*1), Y10
+	VPAND        lowNibble<>+0(SB), Y10, Y8
+	VPSRLVD      iota4<>+0(SB), Y6, Y11
+	VPAND        sixteen<>+0(SB), Y11, Y11
+	VPOR         Y11, Y8, Y8
+	VCVTDQ2PS    Y8, Y8
+	VFMADD213PS  Y5, Y4, Y8
+	VFMADD231PS  Y7, Y8, Y1
+	VMOVUPS      64(R10), Y7
+	VPSRLD       $0x04, Y9, Y8
+	VPSRLVD      iota12<>+0(SB), Y6, Y9
+	VPAND        sixteen<>+0(SB), Y9, Y9
+	VPOR         Y9, Y8, Y8
+	VCVTDQ2PS    Y8, Y8
+	VFMADD213PS  Y5, Y4, Y8
+	VFMADD231PS  Y7, Y8, Y1
+	VMOVUPS      96(R10), Y7
+	VPSRLD       $0x04, Y10, Y8
+	VPSRLVD      iota20<>+0(SB), Y6, Y6
+	VPAND        sixteen<>+0(SB), Y6, Y6
+	VPOR         Y6, Y8, Y8
+	VCVTDQ2PS    Y8, Y8
+	VFMADD213PS  Y5, Y4, Y8
+	VFMADD231PS  Y7, Y8, Y1
+	VPBROADCASTW (R9)(DX*2), X4
 	VCVTPH2PS    X4, Y4
-	VPBROADCASTW 2(R8)(DX*2), X5
+	VPBROADCASTW 2(R9)(DX*2), X5
 	VCVTPH2PS    X5, Y5
-	VPBROADCASTD 4(R8)(DX*2), Y6
-	VPMOVZXBD    8(R8)(DX*2), Y7
-	VPAND        lowNibble<>+0(SB), Y7, Y7
-	VPSRLVD      bits0<>+0(SB), Y6, Y8
-	VPSLLD       $0x04, Y8, Y8
-	VPAND        fifthBit<>+0(SB), Y8, Y8
-	VPOR         Y8, Y7, Y7
-	VCVTDQ2PS    Y7, Y7
-	VFMADD213PS  Y5, Y4, Y7
-	VFMADD231PS  (R9), Y7, Y2
-	VPMOVZXBD    16(R8)(DX*2), Y7
-	VPAND        lowNibble<>+0(SB), Y7, Y7
-	VPSRLVD      bits8<>+0(SB), Y6, Y8
-	VPSLLD       $0x04, Y8, Y8
-	VPAND        fifthBit<>+0(SB), Y8, Y8
-	VPOR         Y8, Y7, Y7
-	VCVTDQ2PS    Y7, Y7
-	VFMADD213PS  Y5, Y4, Y7
-	VFMADD231PS  32(R9), Y7, Y2
-	VPMOVZXBD    8(R8)(DX*2), Y7
-	VPSRLD       $0x04, Y7, Y7
-	VPSRLVD      bits16<>+0(SB), Y6, Y8
-	VPSLLD       $0x04, Y8, Y8
-	VPAND        fifthBit<>+0(SB), Y8, Y8
-	VPOR         Y8, Y7, Y7
-	VCVTDQ2PS    Y7, Y7
-	VFMADD213PS  Y5, Y4, Y7
-	VFMADD231PS  64(R9), Y7, Y2
-	VPMOVZXBD    16(R8)(DX*2), Y7
-	VPSRLD       $0x04, Y7, Y7
-	VPSRLVD      bits24<>+0(SB), Y6, Y6
-	VPSLLD       $0x04, Y6, Y6
-	VPAND        fifthBit<>+0(SB), Y6, Y6
-	VPOR         Y6, Y7, Y7
-	VCVTDQ2PS    Y7, Y7
-	VFMADD213PS  Y5, Y4, Y7
-	VFMADD231PS  96(R9), Y7, Y2
-	VPBROADCASTW (R8)(R11*1), X4
+	VPBROADCASTD 4(R9)(DX*2), Y6
+	VMOVUPS      (R10), Y7
+	VPMOVZXBD    8(R9)(DX*2), Y9
+	VPAND        lowNibble<>+0(SB), Y9, Y8
+	VPSLLD       $0x04, Y6, Y10
+	VPSRLVD      iota0<>+0(SB), Y10, Y10
+	VPAND        sixteen<>+0(SB), Y10, Y10
+	VPOR         Y10, Y8, Y8
+	VCVTDQ2PS    Y8, Y8
+	VFMADD213PS  Y5, Y4, Y8
+	VFMADD231PS  Y7, Y8, Y2
+	VMOVUPS      32(R10), Y7
+	VPMOVZXBD    16(R9)(DX*2), Y10
+	VPAND        lowNibble<>+0(SB), Y10, Y8
+	VPSRLVD      iota4<>+0(SB), Y6, Y11
+	VPAND        sixteen<>+0(SB), Y11, Y11
+	VPOR         Y11, Y8, Y8
+	VCVTDQ2PS    Y8, Y8
+	VFMADD213PS  Y5, Y4, Y8
+	VFMADD231PS  Y7, Y8, Y2
+	VMOVUPS      64(R10), Y7
+	VPSRLD       $0x04, Y9, Y8
+	VPSRLVD      iota12<>+0(SB), Y6, Y9
+	VPAND        sixteen<>+0(SB), Y9, Y9
+	VPOR         Y9, Y8, Y8
+	VCVTDQ2PS    Y8, Y8
+	VFMADD213PS  Y5, Y4, Y8
+	VFMADD231PS  Y7, Y8, Y2
+	VMOVUPS      96(R10), Y7
+	VPSRLD       $0x04, Y10, Y8
+	VPSRLVD      iota20<>+0(SB), Y6, Y6
+	VPAND        sixteen<>+0(SB), Y6, Y6
+	VPOR         Y6, Y8, Y8
+	VCVTDQ2PS    Y8, Y8
+	VFMADD213PS  Y5, Y4, Y8
+	VFMADD231PS  Y7, Y8, Y2
+	VPBROADCASTW (R9)(DI*1), X4
 	VCVTPH2PS    X4, Y4
-	VPBROADCASTW 2(R8)(R11*1), X5
+	VPBROADCASTW 2(R9)(DI*1), X5
 	VCVTPH2PS    X5, Y5
-	VPBROADCASTD 4(R8)(R11*1), Y6
-	VPMOVZXBD    8(R8)(R11*1), Y7
-	VPAND        lowNibble<>+0(SB), Y7, Y7
-	VPSRLVD      bits0<>+0(SB), Y6, Y8
-	VPSLLD       $0x04, Y8, Y8
-	VPAND        fifthBit<>+0(SB), Y8, Y8
-	VPOR         Y8, Y7, Y7
-	VCVTDQ2PS    Y7, Y7
-	VFMADD213PS  Y5, Y4, Y7
-	VFMADD231PS  (R9), Y7, Y3
-	VPMOVZXBD    16(R8)(R11*1), Y7
-	VPAND        lowNibble<>+0(SB), Y7, Y7
-	VPSRLVD      bits8<>+0(SB), Y6, Y8
-	VPSLLD       $0x04, Y8, Y8
-	VPAND        fifthBit<>+0(SB), Y8, Y8
-	VPOR         Y8, Y7, Y7
-	VCVTDQ2PS    Y7, Y7
-	VFMADD213PS  Y5, Y4, Y7
-	VFMADD231PS  32(R9), Y7, Y3
-	VPMOVZXBD    8(R8)(R11*1), Y7
-	VPSRLD       $0x04, Y7, Y7
-	VPSRLVD      bits16<>+0(SB), Y6, Y8
-	VPSLLD       $0x04, Y8, Y8
-	VPAND        fifthBit<>+0(SB), Y8, Y8
-	VPOR         Y8, Y7, Y7
-	VCVTDQ2PS    Y7, Y7
-	VFMADD213PS  Y5, Y4, Y7
-	VFMADD231PS  64(R9), Y7, Y3
-	VPMOVZXBD    16(R8)(R11*1), Y7
-	VPSRLD       $0x04, Y7, Y7
-	VPSRLVD      bits24<>+0(SB), Y6, Y6
-	VPSLLD       $0x04, Y6, Y6
-	VPAND        fifthBit<>+0(SB), Y6, Y6
-	VPOR         Y6, Y7, Y7
-	VCVTDQ2PS    Y7, Y7
-	VFMADD213PS  Y5, Y4, Y7
-	VFMADD231PS  96(R9), Y7, Y3
-	ADDQ         $0x18, R8
-	ADDQ         $0x80, R9
-	DECQ         R10
-	JNZ          step
+	VPBROADCASTD 4(R9)(DI*1), Y6
+	VMOVUPS      (R10), Y7
+	VPMOVZXBD    8(R9)(DI*1), Y9
+	VPAND        lowNibble<>+0(SB), Y9, Y8
+	VPSLLD       $0x04, Y6, Y10
+	VPSRLVD      iota0<>+0(SB), Y10, Y10
+	VPAND        sixteen<>+0(SB), Y10, Y10
+	VPOR         Y10, Y8, Y8
+	VCVTDQ2PS    Y8, Y8
+	VFMADD213PS  Y5, Y4, Y8
+	VFMADD231PS  Y7, Y8, Y3
+	VMOVUPS      32(R10), Y7
+	VPMOVZXBD    16(R9)(DI*1), Y10
+	VPAND        lowNibble<>+0(SB), Y10, Y8
+	VPSRLVD      iota4<>+0(SB), Y6, Y11
+	VPAND        sixteen<>+0(SB), Y11, Y11
+	VPOR         Y11, Y8, Y8
+	VCVTDQ2PS    Y8, Y8
+	VFMADD213PS  Y5, Y4, Y8
+	VFMADD231PS  Y7, Y8, Y3
+	VMOVUPS      64(R10), Y7
+	VPSRLD       $0x04, Y9, Y8
+	VPSRLVD      iota12<>+0(SB), Y6, Y9
+	VPAND        sixteen<>+0(SB), Y9, Y9
+	VPOR         Y9, Y8, Y8
+	VCVTDQ2PS    Y8, Y8
+	VFMADD213PS  Y5, Y4, Y8
+	VFMADD231PS  Y7, Y8, Y3
+	VMOVUPS      96(R10), Y7
+	VPSRLD       $0x04, Y10, Y8
+	VPSRLVD      iota20<>+0(SB), Y6, Y6
+	VPAND        sixteen<>+0(SB), Y6, Y6
+	VPOR         Y6, Y8, Y8
+	VCVTDQ2PS    Y8, Y8
+	VFMADD213PS  Y5, Y4, Y8
+	VFMADD231PS  Y7, Y8, Y3
+	ADDQ         $0x18, R9
+	ADDQ         $0x00000080, R10
+	DECQ         R11
+	JNZ          four_step
 
-step_end:
+four_step_end:
 	VPERM2F128   $0x21, Y2, Y0, Y4
 	VBLENDPS     $0xf0, Y2, Y0, Y0
 	VADDPS       Y4, Y0, Y0
@@ -2187,11 +2618,11 @@ step_end:
 	VADDPS       X1, X2, X2
 	VMOVUPS      X2, (AX)
 	ADDQ         $0x10, AX
-	LEAQ         (CX)(DX*4), CX
-	DECQ         SI
-	JNZ          group
+	DECQ         R8
+	JMP          four
 
-group_end:
+none:
+	VZEROUPPER
 	RET
 
 // func finishAVX2(dst *float32, dstStride int, part *float32, partStride int, bias *float32, rows int, n int, residual int)
@@ -2239,6 +2670,7 @@ step_end:
 	JNZ  row
 
 row_end:
+	VZEROUPPER
 	RET
 
 // func normAVX2(dst *float32, dstStride int, src *float32, srcStride int, w *float32, rows int, n int, eps float32)
@@ -2305,6 +2737,7 @@ scale_end:
 	JNZ  row
 
 row_end:
+	VZEROUPPER
 	RET
 
 DATA expOne<>+0(SB)/4, $0x3f800000
@@ -2367,6 +2800,7 @@ step:
 	JNZ          step
 
 step_end:
+	VZEROUPPER
 	RET
 
 DATA signBit<>+0(SB)/4, $0x80000000
@@ -2530,6 +2964,7 @@ step:
 	JNZ     step
 
 step_end:
+	VZEROUPPER
 	RET
 
 // func rotatePairsAVX2(x *float32, cos *float32, sin *float32, pairs int)
@@ -2560,6 +2995,7 @@ step:
 	JNZ       step
 
 step_end:
+	VZEROUPPER
 	RET
 
 // func toBF16AVX2(dst *uint16, src *float32, n int)
@@ -2591,6 +3027,7 @@ step:
 	JNZ          step
 
 step_end:
+	VZEROUPPER
 	RET
 
 DATA quietBit<>+0(SB)/4, $0x00000040
@@ -2640,10 +3077,10 @@ vector:
 	VPBROADCASTD (SI), Y4
 	VMOVUPS      minusInf<>+0(SB), Y5
 	VMULPS       (AX), Y0, Y1
-	VPCMPGTD     bits0<>+0(SB), Y4, Y3
+	VPCMPGTD     iota0<>+0(SB), Y4, Y3
 	VBLENDVPS    Y3, Y1, Y5, Y1
 	VMULPS       32(AX), Y0, Y2
-	VPCMPGTD     bits8<>+0(SB), Y4, Y3
+	VPCMPGTD     iota8<>+0(SB), Y4, Y3
 	VBLENDVPS    Y3, Y2, Y5, Y2
 	VMAXPS       Y2, Y1, Y3
 	VEXTRACTF128 $0x01, Y3, X4
@@ -2763,6 +3200,7 @@ same:
 	JNZ         vector
 
 vector_end:
+	VZEROUPPER
 	RET
 
 DATA minusInf<>+0(SB)/4, $0xff800000
@@ -2774,6 +3212,16 @@ DATA minusInf<>+20(SB)/4, $0xff800000
 DATA minusInf<>+24(SB)/4, $0xff800000
 DATA minusInf<>+28(SB)/4, $0xff800000
 GLOBL minusInf<>(SB), RODATA|NOPTR, $32
+
+DATA iota8<>+0(SB)/4, $0x00000008
+DATA iota8<>+4(SB)/4, $0x00000009
+DATA iota8<>+8(SB)/4, $0x0000000a
+DATA iota8<>+12(SB)/4, $0x0000000b
+DATA iota8<>+16(SB)/4, $0x0000000c
+DATA iota8<>+20(SB)/4, $0x0000000d
+DATA iota8<>+24(SB)/4, $0x0000000e
+DATA iota8<>+28(SB)/4, $0x0000000f
+GLOBL iota8<>(SB), RODATA|NOPTR, $32
 
 // func weighAVX2(acc *float32, rescale *float32, p *float32, v *float32, n int, dim int, tokens int)
 // Requires: AVX, FMA3
@@ -3027,6 +3475,7 @@ rows1_width1_none:
 	JMP  one
 
 done:
+	VZEROUPPER
 	RET
 
 // func pause(n int)

@@ -24,7 +24,7 @@ func fold() {
 		VMOVUPS(minusInf, none)
 		for i := range s {
 			VMULPS(Mem{Base: scores, Disp: 32 * i}, scale, s[i])
-			VPCMPGTD(constant(fmt.Sprintf("bits%d", 8*i), func(lane int) uint32 { return uint32(8*i + lane) }), limit, allowed)
+			VPCMPGTD(iota32(8*i), limit, allowed)
 			VBLENDVPS(allowed, s[i], none, s[i])
 		}
 		m, t, old := XMM(), XMM(), XMM()
@@ -65,7 +65,7 @@ func fold() {
 		ADDQ(Imm(4), rescale)
 		ADDQ(Imm(4), valid)
 	})
-	RET()
+	done()
 }
 
 // weigh keeps some accumulators of three vectors, or more of one, in registers while it goes over the
@@ -88,7 +88,7 @@ func weigh() {
 	DECQ(n)
 	JMP(LabelRef("one"))
 	Label("done")
-	RET()
+	done()
 }
 
 type weighArgs struct{ acc, rescale, p, v, dim, tokens reg.GPVirtual }

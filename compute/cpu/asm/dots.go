@@ -40,7 +40,7 @@ func dots() {
 	JZ(LabelRef("done"))
 	d.tile(1)
 	Label("done")
-	RET()
+	done()
 }
 
 type dotsArgs struct {

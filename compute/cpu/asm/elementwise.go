@@ -33,7 +33,7 @@ func finish() {
 		ADDQ(dstStride, dst)
 		ADDQ(partStride, part)
 	})
-	RET()
+	done()
 }
 
 func norm() {
@@ -78,7 +78,7 @@ func norm() {
 		ADDQ(dstStride, dst)
 		ADDQ(srcStride, src)
 	})
-	RET()
+	done()
 }
 
 // exp replaces x by e^x; see exp.go of compute/cpu, whose constants these are.
@@ -134,7 +134,7 @@ func silu() {
 		VMOVUPS(g, Mem{Base: dst, Index: i, Scale: 1})
 		ADDQ(Imm(32), i)
 	})
-	RET()
+	done()
 }
 
 func rotateHalves() {
@@ -161,7 +161,7 @@ func rotateHalves() {
 		VMOVUPS(bc, at(second))
 		ADDQ(Imm(32), i)
 	})
-	RET()
+	done()
 }
 
 func rotatePairs() {
@@ -185,7 +185,7 @@ func rotatePairs() {
 		VMOVUPS(c, Mem{Base: x, Index: i, Scale: 2})
 		ADDQ(Imm(16), i)
 	})
-	RET()
+	done()
 }
 
 func toBF16() {
@@ -211,5 +211,5 @@ func toBF16() {
 		ADDQ(Imm(32), src)
 		ADDQ(Imm(16), dst)
 	})
-	RET()
+	done()
 }

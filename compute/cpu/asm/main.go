@@ -38,6 +38,13 @@ func function(name, signature, doc string) {
 	Doc(doc)
 }
 
+// done returns, leaving the upper halves of the registers clean: Go's own code uses the old encodings,
+// which are slow behind dirty ones.
+func done() {
+	VZEROUPPER()
+	RET()
+}
+
 func param(name string) reg.GPVirtual { return Load(Param(name), GP64()).(reg.GPVirtual) }
 
 // imm is an immediate of a 64-bit operation: a signed byte or 32 bits.

@@ -2,6 +2,7 @@ package main
 
 import (
 	"fmt"
+	"math/bits"
 
 	. "github.com/mmcloughlin/avo/build"
 	. "github.com/mmcloughlin/avo/operand"
@@ -13,27 +14,29 @@ type weightType struct {
 	name     string
 	elements int // converted a step
 	bytes    int // that those take
+	rows     int // that gemv multiplies at a time; with 4, conversions keep the units busy, not the sums
+	turns    int // rows that gemv converts in turns, as registers permit
 	// begin loads what a step's elements share and returns a function that converts elements
-	// [8*i, 8*i+8) of the step at src.
+	// [8*i, 8*i+8) of the step at src, to be called with rising i.
 	begin func(src Mem) func(i int) reg.VecVirtual
 }
 
 var weightTypes = []weightType{
-	{"F32", 8, 32, func(src Mem) func(int) reg.VecVirtual {
+	{"F32", 8, 32, 8, 4, func(src Mem) func(int) reg.VecVirtual {
 		return func(int) reg.VecVirtual {
 			v := YMM()
 			VMOVUPS(src, v)
 			return v
 		}
 	}},
-	{"F16", 8, 16, func(src Mem) func(int) reg.VecVirtual {
+	{"F16", 8, 16, 8, 4, func(src Mem) func(int) reg.VecVirtual {
 		return func(int) reg.VecVirtual {
 			v := YMM()
 			VCVTPH2PS(src, v)
 			return v
 		}
 	}},
-	{"BF16", 8, 16, func(src Mem) func(int) reg.VecVirtual {
+	{"BF16", 8, 16, 8, 4, func(src Mem) func(int) reg.VecVirtual {
 		return func(int) reg.VecVirtual {
 			v := YMM()
 			VPMOVZXWD(src, v)
@@ -41,7 +44,7 @@ var weightTypes = []weightType{
 			return v
 		}
 	}},
-	{"Q8_0", 32, 34, func(src Mem) func(int) reg.VecVirtual {
+	{"Q8_0", 32, 34, 4, 4, func(src Mem) func(int) reg.VecVirtual {
 		d := half(src)
 		return func(i int) reg.VecVirtual {
 			v := YMM()
@@ -51,10 +54,10 @@ var weightTypes = []weightType{
 			return v
 		}
 	}},
-	{"Q4_0", 32, 18, nibbles(2, false, false)},
-	{"Q4_1", 32, 20, nibbles(4, true, false)},
-	{"Q5_0", 32, 22, nibbles(6, false, true)},
-	{"Q5_1", 32, 24, nibbles(8, true, true)},
+	{"Q4_0", 32, 18, 4, 2, nibbles(2, false, false)},
+	{"Q4_1", 32, 20, 4, 2, nibbles(4, true, false)},
+	{"Q5_0", 32, 22, 4, 2, nibbles(6, false, true)},
+	{"Q5_1", 32, 24, 4, 1, nibbles(8, true, true)},
 }
 
 // half broadcasts an f16 as f32.
@@ -67,7 +70,7 @@ func half(src Mem) reg.VecVirtual {
 
 // nibbles converts the 4- and 5-bit types: 16 bytes at offset quants hold elements 0 to 15 in their low
 // halves and 16 to 31 in their high ones; the fifth bits are a word before them.
-func nibbles(quants int, minimum, five bool) func(src Mem) func(int) reg.VecVirtual {
+func nibbles(quants int, minimum, five bool) func(Mem) func(int) reg.VecVirtual {
 	return func(src Mem) func(int) reg.VecVirtual {
 		d := half(src)
 		var m, high reg.VecVirtual
@@ -78,38 +81,52 @@ func nibbles(quants int, minimum, five bool) func(src Mem) func(int) reg.VecVirt
 			high = YMM()
 			VPBROADCASTD(src.Offset(quants-4), high)
 		}
+		var bytes [2]reg.VecVirtual // zero-extended
 		return func(i int) reg.VecVirtual {
 			v := YMM()
-			VPMOVZXBD(src.Offset(quants+8*(i%2)), v)
 			if i < 2 {
-				VPAND(everyInt("lowNibble", 15), v, v)
+				bytes[i] = YMM()
+				VPMOVZXBD(src.Offset(quants+8*i), bytes[i])
+				VPAND(everyInt("lowNibble", 15), bytes[i], v)
 			} else {
-				VPSRLD(Imm(4), v, v)
+				VPSRLD(Imm(4), bytes[i-2], v)
 			}
 			if five {
 				h := YMM()
-				shifts := constant(fmt.Sprintf("bits%d", 8*i), func(lane int) uint32 { return uint32(8*i + lane) })
-				VPSRLVD(shifts, high, h)
-				VPSLLD(Imm(4), h, h)
-				VPAND(everyInt("fifthBit", 16), h, h)
+				fifthBit(high, h, i)
 				VPOR(h, v, v)
 			}
-			if !minimum {
-				if five {
-					VPSUBD(everyInt("fifthBit", 16), v, v)
-				} else {
-					VPSUBD(everyInt("eight", 8), v, v)
-				}
-			}
-			VCVTDQ2PS(v, v)
 			if minimum {
+				VCVTDQ2PS(v, v)
 				VFMADD213PS(m, d, v) // the product is exact, so this rounds like a product and a sum
-			} else {
-				VMULPS(d, v, v)
+				return v
 			}
+			zero := everyInt("eight", 8)
+			if five {
+				zero = everyInt("sixteen", 16)
+			}
+			VPSUBD(zero, v, v)
+			VCVTDQ2PS(v, v)
+			VMULPS(d, v, v)
 			return v
 		}
 	}
+}
+
+// fifthBit brings bit 8*i+lane of the lanes of high to bit 4.
+func fifthBit(high, h reg.VecVirtual, i int) {
+	if i == 0 {
+		VPSLLD(Imm(4), high, h)
+		VPSRLVD(iota32(0), h, h)
+	} else {
+		VPSRLVD(iota32(8*i-4), high, h)
+	}
+	VPAND(everyInt("sixteen", 16), h, h)
+}
+
+// iota32 is the constant from, from+1, ..., from+7.
+func iota32(from int) Mem {
+	return constant(fmt.Sprintf("iota%d", from), func(lane int) uint32 { return uint32(from + lane) })
 }
 
 func expands() {
@@ -118,11 +135,11 @@ func expands() {
 			fmt.Sprintf("expand%sAVX2 is kernels.expand for n divisible by %d.", t.name, t.elements))
 		dst, dstStride, src, srcStride, rows, n := param("dst"), param("dstStride"), param("src"), param("srcStride"), param("rows"), param("n")
 		d, s, left := GP64(), GP64(), GP64()
+		SHRQ(imm(bits.Len(uint(t.elements))-1), n)
 		count("row", rows, func() {
 			MOVQ(dst, d)
 			MOVQ(src, s)
 			MOVQ(n, left)
-			SHRQ(imm(log2(t.elements)), left)
 			count("step", left, func() {
 				convert := t.begin(Mem{Base: s})
 				for i := range t.elements / 8 {
@@ -134,15 +151,8 @@ func expands() {
 			ADDQ(dstStride, dst)
 			ADDQ(srcStride, src)
 		})
-		RET()
+		done()
 	}
-}
-
-func log2(n int) int {
-	if n <= 1 {
-		return 0
-	}
-	return 1 + log2(n/2)
 }
 
 // gemvs multiplies four weight rows with one vector, converting in registers. Of each row only one sum
@@ -151,38 +161,79 @@ func gemvs() {
 	for _, t := range weightTypes {
 		function("gemv"+t.name+"AVX2", "(out *float32, w *byte, wStride int, x *float32, groups, k int)",
 			fmt.Sprintf("gemv%sAVX2 is kernels.gemv.", t.name))
-		out, w, wStride, x, groups, k := param("out"), param("w"), param("wStride"), param("x"), param("groups"), param("k")
-		unroll := 32 / t.elements
-		SHRQ(Imm(5), k)
-		src, in, left, stride3 := GP64(), GP64(), GP64(), GP64()
-		LEAQ(Mem{Base: wStride, Index: wStride, Scale: 2}, stride3)
-		count("group", groups, func() {
-			MOVQ(w, src)
-			MOVQ(x, in)
-			MOVQ(k, left)
-			var acc []reg.VecVirtual
-			for range 4 {
-				a := YMM()
-				VXORPS(a, a, a)
-				acc = append(acc, a)
+		g := gemvArgs{out: param("out"), w: param("w"), wStride: param("wStride"), x: param("x"), steps: param("k"), wStride3: GP64()}
+		groups := param("groups")
+		SHRQ(Imm(5), g.steps)
+		LEAQ(Mem{Base: g.wStride, Index: g.wStride, Scale: 2}, g.wStride3)
+		if t.rows == 8 {
+			Label("eight")
+			CMPQ(groups, Imm(2))
+			JL(LabelRef("four"))
+			g.rows(t, 8, "eight_step")
+			SUBQ(Imm(2), groups)
+			JMP(LabelRef("eight"))
+		}
+		Label("four")
+		TESTQ(groups, groups)
+		JZ(LabelRef("none"))
+		g.rows(t, 4, "four_step")
+		DECQ(groups)
+		JMP(LabelRef("four"))
+		Label("none")
+		done()
+	}
+}
+
+type gemvArgs struct{ out, w, wStride, wStride3, x, steps reg.GPVirtual }
+
+func (g gemvArgs) rows(t weightType, n int, label string) {
+	var src []reg.GPVirtual
+	var row []Mem
+	for range n / 4 {
+		s := GP64()
+		MOVQ(g.w, s)
+		LEAQ(Mem{Base: g.w, Index: g.wStride, Scale: 4}, g.w)
+		src = append(src, s)
+		row = append(row, Mem{Base: s}, Mem{Base: s, Index: g.wStride, Scale: 1}, Mem{Base: s, Index: g.wStride, Scale: 2}, Mem{Base: s, Index: g.wStride3, Scale: 1})
+	}
+	in, left := GP64(), GP64()
+	MOVQ(g.x, in)
+	MOVQ(g.steps, left)
+	var acc []reg.VecVirtual
+	for range n {
+		a := YMM()
+		VXORPS(a, a, a)
+		acc = append(acc, a)
+	}
+	count(label, left, func() {
+		for j := 0; j < n; j += t.turns {
+			for step := range 32 / t.elements {
+				t.products(row[j:j+t.turns], acc[j:j+t.turns], step, in)
 			}
-			count("step", left, func() {
-				row := [4]Mem{{Base: src}, {Base: src, Index: wStride, Scale: 1}, {Base: src, Index: wStride, Scale: 2}, {Base: src, Index: stride3, Scale: 1}}
-				for j := range 4 {
-					for u := range unroll {
-						convert := t.begin(row[j].Offset(u * t.bytes))
-						for i := range t.elements / 8 {
-							VFMADD231PS(Mem{Base: in, Disp: 32 * (u*t.elements/8 + i)}, convert(i), acc[j])
-						}
-					}
-				}
-				ADDQ(imm(unroll*t.bytes), src)
-				ADDQ(Imm(128), in)
-			})
-			VMOVUPS(reduce4(acc), Mem{Base: out})
-			ADDQ(Imm(16), out)
-			LEAQ(Mem{Base: w, Index: wStride, Scale: 4}, w)
-		})
-		RET()
+		}
+		for _, s := range src {
+			ADDQ(imm(32/t.elements*t.bytes), s)
+		}
+		ADDQ(imm(128), in)
+	})
+	for j := 0; j < n; j += 4 {
+		VMOVUPS(reduce4(acc[j:j+4]), Mem{Base: g.out, Disp: 4 * j})
+	}
+	ADDQ(imm(4*n), g.out)
+}
+
+// products adds one step of some rows to their accumulators. The rows take turns, so that the FMAs of
+// one accumulator are far apart.
+func (t weightType) products(row []Mem, acc []reg.VecVirtual, step int, in reg.Register) {
+	var convert []func(int) reg.VecVirtual
+	for _, r := range row {
+		convert = append(convert, t.begin(r.Offset(step*t.bytes)))
+	}
+	for i := range t.elements / 8 {
+		x := YMM()
+		VMOVUPS(Mem{Base: in, Disp: 32 * (step*t.elements/8 + i)}, x)
+		for r := range row {
+			VFMADD231PS(x, convert[r](i), acc[r])
+		}
 	}
 }
