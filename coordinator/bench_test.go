@@ -149,9 +149,11 @@ func BenchmarkCore(b *testing.B) {
 	}
 }
 
+var memoryRequests = 100_000
+
 // Nothing of a request outlives it.
 func TestMemoryStaysFlat(t *testing.T) {
-	const requests = 100_000
+	requests := memoryRequests
 	for _, colocated := range []bool{false, true} {
 		c := fleetOf(t, 2, colocated)
 		l := newLoad(t, c)

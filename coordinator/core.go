@@ -9,11 +9,11 @@
 //
 // A request moves through these states, and leaves at any of them by abort or failure:
 //
-//	queued → prefilling → exported → importing → decoding      disaggregated fleet
-//	queued → decoding                                          colocated fleet
+//	queued → prefilling → exported → decoding      disaggregated fleet
+//	queued → decoding                              colocated fleet
 //
-// The prefill engine's share of a request is reserved from prefilling until RELEASE_KV is sent, the
-// decode engine's from importing until the request's end there.
+// The prefill engine's share of a request is reserved from prefilling until RELEASE_KV is sent (decoding
+// begins with reading the KV, and KV_READ_DONE ends that), the decode engine's until the request's end.
 package coordinator
 
 import (

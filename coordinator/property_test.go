@@ -24,7 +24,6 @@ type world struct {
 	peers map[PeerID]*actor
 	ends  map[[2]uint64]int // by client and request: how often it ended
 	asked map[[2]uint64]bool
-	gone  map[PeerID]bool
 }
 
 // actor is a peer. An engine's jobs are requests that it runs, exports those whose KV it keeps.
@@ -74,7 +73,6 @@ func (w *world) step(ev Event) {
 // drop ends a peer's connection; what it had not delivered is lost.
 func (w *world) drop(p *actor) {
 	delete(w.peers, p.id)
-	w.gone[p.id] = true
 	w.step(Event{Peer: p.id})
 }
 
@@ -272,83 +270,87 @@ func waiting(p *actor) bool { return len(p.toCore) > 0 }
 func isClient(p *actor) bool { return p.role == "" }
 
 func TestRandomInterleavings(t *testing.T) {
-	rapid.Check(t, func(t *rapid.T) {
-		core, err := New(Config{Queue: 5})
-		if err != nil {
-			t.Fatal(err)
-		}
-		w := &world{
-			t: t, core: core, now: time.Unix(0, 0), push: rapid.Bool().Draw(t, "push"),
-			peers: map[PeerID]*actor{}, ends: map[[2]uint64]int{}, asked: map[[2]uint64]bool{}, gone: map[PeerID]bool{},
-		}
-		roles := []string{wire.RolePrefill, wire.RoleDecode}
-		if rapid.IntRange(0, 3).Draw(t, "fleet") == 0 {
-			roles = []string{wire.RoleBoth}
-		}
-		for _, r := range roles {
-			w.join(r)
-		}
-		w.join("")
-		t.Repeat(map[string]func(*rapid.T){
-			"work": func(t *rapid.T) {
-				if p := w.pick(func(p *actor) bool { return len(p.jobs) > 0 }); p != nil {
-					w.work(p)
+	for range 10 { // a run takes well under a millisecond, and the default is 100
+		rapid.Check(t, interleave)
+	}
+}
+
+func interleave(t *rapid.T) {
+	core, err := New(Config{Queue: 5})
+	if err != nil {
+		t.Fatal(err)
+	}
+	w := &world{
+		t: t, core: core, now: time.Unix(0, 0), push: rapid.Bool().Draw(t, "push"),
+		peers: map[PeerID]*actor{}, ends: map[[2]uint64]int{}, asked: map[[2]uint64]bool{},
+	}
+	roles := []string{wire.RolePrefill, wire.RoleDecode}
+	if rapid.IntRange(0, 3).Draw(t, "fleet") == 0 {
+		roles = []string{wire.RoleBoth}
+	}
+	for _, r := range roles {
+		w.join(r)
+	}
+	w.join("")
+	t.Repeat(map[string]func(*rapid.T){
+		"work": func(t *rapid.T) {
+			if p := w.pick(func(p *actor) bool { return len(p.jobs) > 0 }); p != nil {
+				w.work(p)
+			}
+		},
+		"deliver": func(t *rapid.T) {
+			for range rapid.IntRange(1, 3).Draw(t, "messages") {
+				w.deliverOne()
+			}
+		},
+		"submit": func(t *rapid.T) {
+			if p := w.pick(isClient); p != nil {
+				w.submit(p)
+			}
+		},
+		"abort": func(t *rapid.T) {
+			if p := w.pick(func(p *actor) bool { return len(p.open) > 0 }); p != nil {
+				id := rapid.SampledFrom(slices.Sorted(maps.Keys(p.open))).Draw(t, "request")
+				w.asked[[2]uint64{uint64(p.id), id}] = true
+				p.toCore = append(p.toCore, &wire.AbortRequest{ID: id})
+			}
+		},
+		"lose an export": func(t *rapid.T) {
+			if p := w.pick(func(p *actor) bool { return len(p.exports) > 0 }); p != nil {
+				id := rapid.SampledFrom(slices.Sorted(maps.Keys(p.exports))).Draw(t, "export")
+				p.toCore = append(p.toCore, &wire.RequestError{ID: id, Code: wire.CodeInternal})
+			}
+		},
+		"change": func(t *rapid.T) {
+			switch rapid.IntRange(0, 7).Draw(t, "change") {
+			case 0:
+				if p := w.pick(func(p *actor) bool { return true }); p != nil {
+					w.drop(p)
 				}
-			},
-			"deliver": func(t *rapid.T) {
-				for range rapid.IntRange(1, 3).Draw(t, "messages") {
-					w.deliverOne()
+			case 1:
+				if p := w.pick(func(p *actor) bool { return p.role != "" && !p.leaving }); p != nil {
+					p.leaving = true
+					p.toCore = append(p.toCore, &wire.Disconnect{})
 				}
-			},
-			"submit": func(t *rapid.T) {
+			case 2:
+				w.join("")
+			case 3:
+				w.now = w.now.Add(3 * time.Second)
+				w.step(Event{})
+			case 4:
 				if p := w.pick(isClient); p != nil {
-					w.submit(p)
+					p.toCore = append(p.toCore, &wire.Pause{})
 				}
-			},
-			"abort": func(t *rapid.T) {
-				if p := w.pick(func(p *actor) bool { return len(p.open) > 0 }); p != nil {
-					id := rapid.SampledFrom(slices.Sorted(maps.Keys(p.open))).Draw(t, "request")
-					w.asked[[2]uint64{uint64(p.id), id}] = true
-					p.toCore = append(p.toCore, &wire.AbortRequest{ID: id})
+			case 5:
+				w.resume()
+			default:
+				if len(w.peers) < 8 {
+					w.join(rapid.SampledFrom(roles).Draw(t, "role"))
 				}
-			},
-			"lose an export": func(t *rapid.T) {
-				if p := w.pick(func(p *actor) bool { return len(p.exports) > 0 }); p != nil {
-					id := rapid.SampledFrom(slices.Sorted(maps.Keys(p.exports))).Draw(t, "export")
-					p.toCore = append(p.toCore, &wire.RequestError{ID: id, Code: wire.CodeInternal})
-				}
-			},
-			"change": func(t *rapid.T) {
-				switch rapid.IntRange(0, 7).Draw(t, "change") {
-				case 6:
-					if p := w.pick(isClient); p != nil {
-						p.toCore = append(p.toCore, &wire.Pause{})
-					}
-				case 7:
-					w.resume()
-				case 0:
-					if p := w.pick(func(p *actor) bool { return true }); p != nil {
-						w.drop(p)
-					}
-				case 1:
-					if p := w.pick(func(p *actor) bool { return p.role != "" && !p.leaving }); p != nil {
-						p.leaving = true
-						p.toCore = append(p.toCore, &wire.Disconnect{})
-					}
-				case 2:
-					w.join("")
-				case 3:
-					w.now = w.now.Add(3 * time.Second)
-					w.step(Event{})
-				default:
-					if len(w.peers) < 8 {
-						w.join(rapid.SampledFrom(roles).Draw(t, "role"))
-					}
-				}
-			},
-		})
-		w.settle()
+			}
+		},
 	})
+	w.settle()
 }
 
 // resume ends a pause.

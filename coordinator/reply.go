@@ -156,7 +156,6 @@ func (c *Core) readDone(e *engine, m *wire.KVReadDone) {
 		return
 	}
 	r.summary.Read = c.now
-	r.state = decoding
 	c.releaseSource(r)
 	if r.failed {
 		c.freeOwner(r)
@@ -219,7 +218,7 @@ func (c *Core) failed(e *engine, m *wire.RequestError) {
 	case r.in != nil: // the export was lost before a decode engine was found
 		r.in.remove(r)
 		c.releaseSource(r)
-	case m.SourceSafe || r.state != importing:
+	case m.SourceSafe || r.source == nil || r.owner == nil:
 		c.endLegs(r)
 	default:
 		r.failed, r.aborting = true, true
@@ -248,8 +247,7 @@ func (c *Core) lost(r *request, e *engine, why string) {
 		if r.in != nil {
 			r.in.remove(r)
 		}
-		if r.owner != nil {
-			r.state = decoding // nothing is left to release; wait for the owner's confirmation
+		if r.owner != nil { // wait for its confirmation
 			c.abort(r)
 			if r.failed {
 				c.freeOwner(r)

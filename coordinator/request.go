@@ -16,8 +16,7 @@ const (
 	queued     state = iota // waits for its first engine
 	prefilling              // its prompt runs on source
 	exported                // waits for a decode engine; source holds its KV
-	importing               // owner reads its KV from source
-	decoding                // runs on owner to its end; no longer bound to source
+	decoding                // runs on owner to its end, which reads its KV from source while that is set
 )
 
 // request is one request from its arrival until nothing of it is left on any engine.
@@ -161,7 +160,7 @@ func (c *Core) start(r *request, e *engine, d route.Decision) {
 	e.blocks += n
 	switch {
 	case r.state == exported:
-		r.state, r.owner, r.ownerBlocks = importing, e, n
+		r.state, r.owner, r.ownerBlocks = decoding, e, n
 		r.summary.Decode, r.summary.DecodeRoute, r.summary.Bound = e.reg.Name, d, c.now
 		c.sendWithKV(r)
 	case e.reg.Role == wire.RoleBoth:

@@ -37,6 +37,15 @@ type toyEngine struct {
 
 func startEngine(t *testing.T, conn *wire.Conn, inc uint64, name, role string, gate chan struct{}) *toyEngine {
 	t.Helper()
+	e, err := register(conn, inc, name, role, gate)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(e.die)
+	return e
+}
+
+func register(conn *wire.Conn, inc uint64, name, role string, gate chan struct{}) (*toyEngine, error) {
 	e := &toyEngine{
 		conn: conn, name: name, role: role, gate: gate, quit: make(chan struct{}), stops: map[uint64]chan struct{}{},
 		aborts: make(chan uint64, 1000), freed: make(chan uint64, 1000),
@@ -46,15 +55,14 @@ func startEngine(t *testing.T, conn *wire.Conn, inc uint64, name, role string, g
 		Geometry: wire.Geometry{Model: "toy", BlockSize: 16, MaxSeqLen: 4096}, Requests: 64, Blocks: 4096,
 	})
 	if err != nil {
-		t.Fatal(err)
+		return nil, err
 	}
 	m, err := conn.Recv()
 	if ack, ok := m.(*wire.RegisterRoleAck); err != nil || !ok || ack.Error != "" {
-		t.Fatalf("registration: %+v, %v", m, err)
+		return nil, fmt.Errorf("registration: %+v, %w", m, err)
 	}
 	e.wg.Go(e.run)
-	t.Cleanup(e.die)
-	return e
+	return e, nil
 }
 
 // die ends the engine like a process that is killed.
@@ -91,9 +99,13 @@ func (e *toyEngine) run() {
 			if stop != nil {
 				close(stop)
 			}
-			e.aborts <- m.ID
+			if e.aborts != nil {
+				e.aborts <- m.ID
+			}
 		case *wire.ReleaseKV:
-			e.freed <- m.Handoff
+			if e.freed != nil {
+				e.freed <- m.Handoff
+			}
 		}
 	}
 }
@@ -346,11 +358,12 @@ func TestCancelFreesTheEngine(t *testing.T) {
 		if r, err := st.Next(t.Context()); err != nil || r.Tokens[0] != 2 {
 			t.Fatalf("%s: first token %v, %v", name, r.Tokens, err)
 		}
+		st.push(wire.Result{Tokens: wire.Tokens{3}}, nil) // unread when it ends
 		cancel(st, stop)
+		<-e.aborts
 		if _, err := st.Next(t.Context()); !errors.Is(err, context.Canceled) && !errors.Is(err, ErrClosed) {
 			t.Errorf("%s: Next after the end: %v", name, err)
 		}
-		<-e.aborts
 		eventually(t, s, "an idle fleet after "+name, idle)
 	}
 	// A client that goes away takes its requests with it.
@@ -364,6 +377,59 @@ func TestCancelFreesTheEngine(t *testing.T) {
 	if _, err := c.Submit(t.Context(), &wire.SubmitRequest{}); !errors.Is(err, ErrClosed) {
 		t.Errorf("Submit on a closed client: %v", err)
 	}
+}
+
+func TestManyStreamsAThirdCancelled(t *testing.T) {
+	s := newServer(t, ServerConfig{})
+	addr := listen(t, s, "127.0.0.1:0")
+	dialEngine(t, addr, "p0", wire.RolePrefill, nil)
+	gate := make(chan struct{}, 8)
+	dialEngine(t, addr, "d0", wire.RoleDecode, gate)
+	dialEngine(t, addr, "d1", wire.RoleDecode, gate)
+	clients := []*Client{dialClient(t, addr), dialClient(t, addr)}
+	var wg sync.WaitGroup
+	for i := range 96 {
+		ctx, cancel := context.WithCancel(t.Context())
+		defer cancel()
+		wg.Go(func() {
+			prompt := make(wire.Tokens, 20+37*i%500)
+			st, err := clients[i%2].Submit(ctx, &wire.SubmitRequest{Prompt: prompt, Sampling: wire.Sampling{MaxTokens: 12}})
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			defer st.Close()
+			for n := 0; ; {
+				r, err := st.Next(t.Context())
+				if i%3 == 0 && n >= i%7 {
+					cancel()
+					return
+				}
+				if err != nil {
+					if n != 12 || err != io.EOF {
+						t.Errorf("request %d failed after %d tokens: %v", i, n, err)
+					}
+					return
+				}
+				n += len(r.Tokens)
+			}
+		})
+	}
+	finished := make(chan struct{})
+	wg.Go(func() {
+		for {
+			select {
+			case gate <- struct{}{}:
+			case <-finished:
+				return
+			}
+		}
+	})
+	eventually(t, s, "work", func(st *wire.StatusReply) bool { return st.Requests > 0 })
+	eventually(t, s, "an idle fleet", idle)
+	close(finished)
+	wg.Wait()
+	eventually(t, s, "an idle fleet at the end", idle)
 }
 
 func TestNextGivesUpWaitingButNotTheRequest(t *testing.T) {
@@ -472,6 +538,11 @@ func TestClientFindsARestartedCoordinator(t *testing.T) {
 			break
 		}
 	}
+	c.mu.Lock()
+	if n := len(c.streams); n != 0 {
+		t.Errorf("the client still keeps %d streams of the lost connection", n)
+	}
+	c.mu.Unlock()
 	second := newServer(t, ServerConfig{})
 	listen(t, second, addr)
 	dialEngine(t, addr, "e0", wire.RoleBoth, nil)
@@ -653,4 +724,55 @@ func TestConfigsAreChecked(t *testing.T) {
 	if _, err := NewServer(ServerConfig{Core: Config{Wait: -1}}); err == nil {
 		t.Error("a negative wait was accepted")
 	}
+}
+
+// BenchmarkServer runs requests of a 100-token prompt and 5 new tokens through TCP, 64 at a time.
+func BenchmarkServer(b *testing.B) {
+	s, err := NewServer(ServerConfig{Logger: quiet()})
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer s.Close()
+	var engines []*toyEngine
+	for _, role := range []string{wire.RolePrefill, wire.RoleDecode} {
+		inc := Incarnation()
+		conn, err := s.Connect(wire.Connect{Kind: KindEngine, Name: role, Incarnation: inc})
+		if err != nil {
+			b.Fatal(err)
+		}
+		e, err := register(conn, inc, role, role, nil)
+		if err != nil {
+			b.Fatal(err)
+		}
+		e.freed, e.aborts = nil, nil
+		engines = append(engines, e)
+	}
+	defer func() {
+		for _, e := range engines {
+			e.die()
+		}
+	}()
+	c, err := s.Client(ClientConfig{Logger: quiet()})
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer c.Close()
+	work := make(chan int32, b.N)
+	for i := range b.N {
+		work <- int32(i % 1000)
+	}
+	close(work)
+	b.ResetTimer()
+	var wg sync.WaitGroup
+	for range 64 {
+		wg.Go(func() {
+			for i := range work {
+				if _, _, err := ask(context.Background(), c, i, 5); err != nil {
+					b.Error(err)
+				}
+			}
+		})
+	}
+	wg.Wait()
+	b.ReportMetric(float64(b.N)/b.Elapsed().Seconds(), "requests/s")
 }
