@@ -3,6 +3,7 @@ package frontend
 import (
 	"context"
 
+	"baton/coordinator"
 	"baton/wire"
 )
 
@@ -24,12 +25,5 @@ type Stream interface {
 	Close()
 }
 
-// RequestError is how a backend reports that a request failed: a wire.RequestError as a Go error.
-type RequestError struct {
-	Code      string // one of wire's codes
-	Field     string // the request's field at fault, by its JSON name, when one is
-	Message   string
-	Retryable bool
-}
-
-func (e *RequestError) Error() string { return e.Message }
+// RequestError is how a backend reports that a request failed. Field is the JSON name of what is at fault.
+type RequestError = coordinator.RequestError

@@ -3,7 +3,6 @@ package frontend
 import (
 	"context"
 	"encoding/json/jsontext"
-	"strings"
 )
 
 // chatRequest is a decoded POST /v1/chat/completions.
@@ -78,156 +77,56 @@ func objects(v value) ([]byte, error) {
 	return v.raw, err
 }
 
-// normalizeMessages rewrites messages to what chat templates expect, members in their order: content
-// parts joined by newlines, content null or missing as "", the arguments of tool calls as objects.
-func normalizeMessages(v value) ([]byte, error) {
-	out := []byte{'['}
-	err := v.elements("an array of messages", func(i int, m value) (err error) {
-		if i > 0 {
-			out = append(out, ',')
-		}
-		out, err = appendMessage(out, m)
-		return err
+// messages checks a conversation and leaves it as it is: what a template needs otherwise (content as
+// one string, decoded arguments of tool calls) is the tokenizer's knowledge.
+func messages(v value) ([]byte, error) {
+	n := 0
+	err := v.elements("an array of messages", func(_ int, m value) error {
+		n++
+		return checkMessage(m)
 	})
-	if err == nil && len(out) == 1 {
-		err = invalid("messages", "messages is empty: at least one message is needed")
+	if err == nil && n == 0 {
+		err = invalid(v.path, "%s is empty: at least one message is needed", v.path)
 	}
-	return append(out, ']'), err
+	return v.raw, err
 }
 
-func appendMessage(out []byte, message value) ([]byte, error) {
-	role, content := false, false
-	start := len(out)
+func checkMessage(message value) error {
+	role := ""
 	err := message.members(func(name string, m value) (err error) {
-		if len(out) > start {
-			out = append(out, ',')
-		} else {
-			out = append(out, '{')
-		}
-		out = appendString(out, name)
-		out = append(out, ':')
-		switch name {
-		case "role":
-			role = true
-			if s, err := m.text(); err != nil {
-				return err
-			} else if s == "" {
-				return invalid(m.path, "%s must not be empty", m.path)
-			}
-			out = append(out, m.raw...)
-		case "content":
-			content = true
-			out, err = appendContent(out, m)
-		case "tool_calls":
-			out, err = appendToolCalls(out, m)
-		default:
-			out = append(out, m.raw...)
+		switch {
+		case name == "role":
+			role, err = m.textOf(maxLabelBytes)
+		case name == "content" && m.kind() != jsontext.KindString && m.kind() != jsontext.KindNull:
+			err = m.elements("a string or an array of text parts", func(_ int, part value) error { return checkPart(part) })
+		case name == "tool_calls" && m.kind() != jsontext.KindNull:
+			_, err = objects(m)
 		}
 		return err
 	})
-	if err == nil && !role {
+	if err == nil && role == "" {
 		err = invalid(message.path+".role", "%s.role is required", message.path)
 	}
-	if err == nil && !content {
-		out = append(out, `,"content":""`...)
-	}
-	return append(out, '}'), err
+	return err
 }
 
-func appendContent(out []byte, v value) ([]byte, error) {
-	switch v.kind() {
-	case jsontext.KindString:
-		return append(out, v.raw...), nil
-	case jsontext.KindNull:
-		return append(out, `""`...), nil
-	}
-	var parts []string
-	err := v.elements("a string or an array of text parts", func(_ int, e value) error {
-		part, err := textPart(e)
-		parts = append(parts, part)
-		return err
-	})
-	return appendString(out, strings.Join(parts, "\n")), err
-}
-
-// textPart is the text of {"type":"text","text":...} or of a bare string.
-func textPart(v value) (string, error) {
-	if v.kind() == jsontext.KindString {
-		return v.text()
-	}
-	var text *string
-	err := v.members(func(name string, m value) error {
+// checkPart takes {"type":"text","text":"..."}; images and sounds are refused by name.
+func checkPart(part value) error {
+	text := false
+	err := part.members(func(name string, m value) error {
 		if name != "type" && name != "text" {
 			return nil
 		}
 		s, err := m.text()
-		if err != nil {
-			return err
-		}
-		if name == "text" {
-			text = &s
-		} else if s != "text" {
+		if err == nil && name == "type" && s != "text" {
 			return invalid(m.path, "%s is %q, but this server takes text only", m.path, s)
 		}
-		return nil
-	})
-	switch {
-	case err != nil:
-		return "", err
-	case text == nil:
-		return "", invalid(v.path, "%s has no text", v.path)
-	}
-	return *text, nil
-}
-
-// appendToolCalls turns arguments that are a string of JSON into that JSON: templates expect an object.
-// What the model once wrote and is not an object stays a string.
-func appendToolCalls(out []byte, v value) ([]byte, error) {
-	if v.kind() == jsontext.KindNull {
-		return append(out, "null"...), nil
-	}
-	out = append(out, '[')
-	err := v.elements("an array of tool calls", func(i int, call value) error {
-		if i > 0 {
-			out = append(out, ',')
-		}
-		return rewrite(&out, call, func(name string, m value) (bool, error) {
-			if name != "function" || m.kind() != jsontext.KindBeginObject {
-				return false, nil
-			}
-			return true, rewrite(&out, m, func(name string, m value) (bool, error) {
-				if name != "arguments" || m.kind() != jsontext.KindString {
-					return false, nil
-				}
-				s, err := m.text()
-				if raw := jsontext.Value(s); err == nil && nesting(raw) < 64 && raw.IsValid() && raw.Kind() == jsontext.KindBeginObject {
-					out = append(out, raw...)
-					return true, nil
-				}
-				return false, err
-			})
-		})
-	})
-	return append(out, ']'), err
-}
-
-// rewrite copies an object to out; a member that replace has written itself is not copied.
-func rewrite(out *[]byte, v value, replace func(name string, m value) (bool, error)) error {
-	*out = append(*out, '{')
-	first := true
-	err := v.members(func(name string, m value) error {
-		if !first {
-			*out = append(*out, ',')
-		}
-		first = false
-		*out = append(appendString(*out, name), ':')
-		done, err := replace(name, m)
-		if err == nil && !done {
-			*out = append(*out, m.raw...)
-		}
+		text = text || name == "text"
 		return err
 	})
-	*out = append(*out, '}')
+	if err == nil && !text {
+		err = invalid(part.path, "%s has no text", part.path)
+	}
 	return err
 }
 
@@ -235,7 +134,7 @@ func rewrite(out *[]byte, v value, replace func(name string, m value) (bool, err
 func (c *Chat) set(v value) (known bool, err error) {
 	switch v.path {
 	case "messages":
-		c.Messages, err = normalizeMessages(v)
+		c.Messages, err = messages(v)
 	case "tools":
 		c.Tools, err = objects(v)
 	case "documents":

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"os"
 	"runtime/debug"
 	"strconv"
 	"time"
@@ -67,6 +68,9 @@ func (s *Server) handle(endpoint string, f func(*exchange) error) http.HandlerFu
 		defer context.AfterFunc(s.ctx, func() { cancel(context.Cause(s.ctx)) })()
 		x := &exchange{s: s, w: w, r: r, rc: http.NewResponseController(w), ctx: ctx, id: randomID()}
 		w.Header().Set("X-Request-Id", x.id)
+		// It also bounds what the HTTP server reads of a body that no endpoint wants. Writers that know no
+		// deadlines (tests, wrappers) go without.
+		_ = x.rc.SetReadDeadline(time.Now().Add(s.cfg.ReadTimeout))
 		var err error
 		if s.begin() {
 			defer s.end()
@@ -120,10 +124,6 @@ func (x *exchange) finish(endpoint string, start time.Time, err error) {
 // body reads the request's body within the limits.
 func (x *exchange) body() ([]byte, error) {
 	limit := x.s.cfg.Limits.MaxBody
-	// Writers that know no deadlines (tests, wrappers) go without.
-	_ = x.rc.SetReadDeadline(time.Now().Add(x.s.cfg.ReadTimeout))
-	// The deadline must not outlast the body: it would end the wait for the client's disconnection.
-	defer func() { _ = x.rc.SetReadDeadline(time.Time{}) }()
 	b, err := io.ReadAll(http.MaxBytesReader(x.w, x.r.Body, limit))
 	var tooLarge *http.MaxBytesError
 	switch {
@@ -132,10 +132,17 @@ func (x *exchange) body() ([]byte, error) {
 			status: http.StatusRequestEntityTooLarge, kind: typeInvalid, code: "request_too_large",
 			message: fmt.Sprintf("the body is larger than %d bytes", limit),
 		}
-	case err != nil && x.ctx.Err() == nil:
-		return nil, &apiError{status: http.StatusBadRequest, kind: typeInvalid, message: "the body could not be read whole"}
+	case errors.Is(err, os.ErrDeadlineExceeded):
+		return nil, &apiError{
+			status: http.StatusRequestTimeout, kind: typeInvalid,
+			message: fmt.Sprintf("the body did not arrive within %v", x.s.cfg.ReadTimeout),
+		}
+	case err != nil:
+		return nil, errClientGone
 	}
-	return b, err
+	// The deadline must not outlast the body: it would end the wait for the client's disconnection.
+	_ = x.rc.SetReadDeadline(time.Time{})
+	return b, nil
 }
 
 // json answers with a whole body.

@@ -166,6 +166,8 @@ func TestBodiesAreRefused(t *testing.T) {
 		{"image", chatPath, `{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"x"}}]}]}`, 400, "messages[0].content[0].type", ""},
 		{"part without text", chatPath, `{"messages":[{"role":"user","content":[{"type":"text"}]}]}`, 400, "messages[0].content[0]", ""},
 		{"model of another type", chatPath, `{"model":5,"messages":[{"role":"user","content":"a"}]}`, 400, "model", ""},
+		{"part of another type", chatPath, `{"messages":[{"role":"user","content":["a"]}]}`, 400, "messages[0].content[0]", ""},
+		{"tool calls of another type", chatPath, `{"messages":[{"role":"assistant","tool_calls":["a"]}]}`, 400, "messages[0].tool_calls[0]", ""},
 		{"another model", chatPath, `{"model":"gpt","messages":[{"role":"user","content":"a"}]}`, 404, "model", "model_not_found"},
 	}
 	s := newTestServer(t, newToyBackend(), func(c *Config) { c.Limits.MaxBody = 1 << 16 })
@@ -256,6 +258,38 @@ func TestDefaults(t *testing.T) {
 	}
 }
 
+// TestSeedSequence: with Config.Seed, a server repeats another's seeds.
+func TestSeedSequence(t *testing.T) {
+	run := func(seed uint64) (got []uint64) {
+		b := newToyBackend()
+		s := newTestServer(t, b, func(c *Config) { c.Seed = &seed })
+		for range 3 {
+			post(t, s.Handler(), completionPath, `{"prompt":"a"}`).decode(t)
+		}
+		for _, r := range b.submitted() {
+			got = append(got, r.Sampling.Seed)
+		}
+		return got
+	}
+	if a, b := run(7), run(7); !reflect.DeepEqual(a, b) || a[0] == a[1] {
+		t.Errorf("seeds %v, then %v", a, b)
+	}
+	if a, b := run(7), run(8); reflect.DeepEqual(a, b) {
+		t.Errorf("two seeds give the sequence %v", a)
+	}
+}
+
+func TestMaxModelLenIsTheEngines(t *testing.T) {
+	b := newToyBackend()
+	s := newTestServer(t, b, func(c *Config) { c.Limits.MaxModelLen = 0 })
+	for _, want := range []string{`"max_model_len":null`, `"max_model_len":777`} {
+		if r := do(t, s.Handler(), "GET", "/v1/models", ""); !strings.Contains(string(r.body), want) {
+			t.Errorf("no %s in %s", want, r.body)
+		}
+		b.status.Geometry.MaxSeqLen = 777
+	}
+}
+
 func TestSessionAndSalt(t *testing.T) {
 	tests := []struct {
 		field   string
@@ -317,28 +351,16 @@ func TestPromptShapes(t *testing.T) {
 	}
 }
 
-func TestMessagesAreNormalized(t *testing.T) {
-	tests := []struct{ in, want string }{
-		{`[{"role":"user","content":"a"}]`, `[{"role":"user","content":"a"}]`},
-		{`[{"name":"z","role":"user","content":"\u00e9"}]`, `[{"name":"z","role":"user","content":"\u00e9"}]`},
-		{`[{"role":"user","content":[{"type":"text","text":"a"},{"text":"b","type":"text"},"c"]}]`, `[{"role":"user","content":"a\nb\nc"}]`},
-		{`[{"role":"assistant","content":null}]`, `[{"role":"assistant","content":""}]`},
-		{`[{"role":"assistant"}]`, `[{"role":"assistant","content":""}]`},
-		{`[{"role":"user","content":[]}]`, `[{"role":"user","content":""}]`},
-		{
-			`[{"role":"assistant","tool_calls":[{"id":"1","function":{"name":"f","arguments":"{\"b\":1,\"a\":[2]}"},"type":"function"}],"content":"x"}]`,
-			`[{"role":"assistant","tool_calls":[{"id":"1","function":{"name":"f","arguments":{"b":1,"a":[2]}},"type":"function"}],"content":"x"}]`,
-		},
-		{
-			`[{"role":"assistant","tool_calls":[{"function":{"arguments":"not json"}},{"function":{"arguments":"[1]"}},{"function":{}},{}]}]`,
-			`[{"role":"assistant","tool_calls":[{"function":{"arguments":"not json"}},{"function":{"arguments":"[1]"}},{"function":{}},{}],"content":""}]`,
-		},
-		{`[{"role":"assistant","tool_calls":null}]`, `[{"role":"assistant","tool_calls":null,"content":""}]`},
-	}
-	for _, tt := range tests {
-		got, err := normalizeMessages(value{"messages", []byte(tt.in)})
-		if err != nil || string(got) != tt.want {
-			t.Errorf("%s:\n got %s (%v)\nwant %s", tt.in, got, err, tt.want)
+func TestMessagesAreChecked(t *testing.T) {
+	for _, ok := range []string{
+		`[{"name":"z","role":"user","content":"\u00e9"}]`,
+		`[{"role":"user","content":[{"type":"text","text":"a"},{"text":"b","type":"text"}]},{"role":"user","content":[]}]`,
+		`[{"role":"assistant","content":null,"tool_calls":null}, {"role":"assistant"}]`,
+		`[{"role":"assistant","tool_calls":[{"id":"1","function":{"name":"f","arguments":"{\"b\":1}"}}]}]`,
+	} {
+		got, err := messages(value{"messages", []byte(ok)})
+		if err != nil || string(got) != ok {
+			t.Errorf("%s became %s (%v)", ok, got, err)
 		}
 	}
 }

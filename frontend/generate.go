@@ -2,10 +2,11 @@ package frontend
 
 import (
 	"context"
-	"crypto/rand"
+	crand "crypto/rand"
 	"encoding/binary"
 	"errors"
 	"io"
+	"math/rand/v2"
 	"sync"
 
 	"baton/wire"
@@ -22,24 +23,35 @@ type answer struct {
 }
 
 // newChoices makes the choices of all prompts. A prompt without a seed gets one of its own.
-func newChoices(g *generation, tok Tokenizer) []*choice {
+func (s *Server) newChoices(g *generation) []*choice {
 	choices := make([]*choice, 0, len(g.prompts)*g.n)
 	for range g.prompts {
 		seed := g.sampling.Seed
 		if !g.seeded {
-			seed = randomSeed()
+			seed = s.seeds.next()
 		}
 		for range g.n {
-			choices = append(choices, newChoice(g, tok, len(choices), seed))
+			choices = append(choices, newChoice(g, s.tok, len(choices), seed))
 		}
 	}
 	return choices
 }
 
-func randomSeed() uint64 {
-	var b [8]byte
-	_, _ = rand.Read(b[:]) // never fails
-	return binary.LittleEndian.Uint64(b[:])
+// seeds are for prompts that bring none.
+type seeds struct {
+	mu       sync.Mutex
+	sequence *rand.Rand // nil for unpredictable ones
+}
+
+func (s *seeds) next() uint64 {
+	if s.sequence == nil {
+		var b [8]byte
+		_, _ = crand.Read(b[:]) // never fails
+		return binary.LittleEndian.Uint64(b[:])
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.sequence.Uint64()
 }
 
 // update is news of one choice.

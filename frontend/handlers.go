@@ -73,7 +73,7 @@ func (s *Server) checkModel(name string) error {
 func (s *Server) answer(x *exchange, g *generation, idPrefix string) error {
 	a := &answer{
 		generation: g, tok: s.tok, id: idPrefix + x.id, model: s.cfg.Model, created: time.Now().Unix(),
-		choices: newChoices(g, s.tok),
+		choices: s.newChoices(g),
 	}
 	var err error
 	if g.stream {
@@ -124,7 +124,7 @@ func (s *Server) stream(x *exchange, a *answer) error {
 }
 
 func (s *Server) models(x *exchange) error {
-	b := s.appendModel([]byte(`{"object":"list","data":[`))
+	b := s.appendModel(x.ctx, []byte(`{"object":"list","data":[`))
 	return x.json(append(b, "]}"...))
 }
 
@@ -132,29 +132,42 @@ func (s *Server) model(x *exchange) error {
 	if name := x.r.PathValue("model"); name != s.cfg.Model {
 		return s.checkModel(name)
 	}
-	return x.json(s.appendModel(nil))
+	return x.json(s.appendModel(x.ctx, nil))
 }
 
-func (s *Server) appendModel(b []byte) []byte {
+func (s *Server) appendModel(ctx context.Context, b []byte) []byte {
 	b = append(b, `{"id":`...)
 	b = appendString(b, s.cfg.Model)
 	b = append(b, `,"object":"model","created":`...)
 	b = appendInt(b, s.started.Unix())
-	b = append(b, `,"owned_by":"baton","max_model_len":`...)
-	if s.cfg.Limits.MaxModelLen > 0 {
-		b = appendInt(b, s.cfg.Limits.MaxModelLen)
-	} else {
-		b = append(b, "null"...)
-	}
-	return append(b, '}')
+	b = append(b, `,"owned_by":"baton"`...)
+	return append(s.appendMaxModelLen(ctx, b), '}')
 }
 
-// healthTimeout bounds the wait for the backend's word.
-const healthTimeout = 2 * time.Second
+// appendMaxModelLen appends the longest sequence, which the engines decide if the configuration does not;
+// null while neither is known.
+func (s *Server) appendMaxModelLen(ctx context.Context, b []byte) []byte {
+	b = append(b, `,"max_model_len":`...)
+	n := s.cfg.Limits.MaxModelLen
+	if n == 0 {
+		ctx, cancel := context.WithTimeout(ctx, statusTimeout)
+		defer cancel()
+		if status, err := s.backend.Status(ctx); err == nil {
+			n = status.Geometry.MaxSeqLen
+		}
+	}
+	if n == 0 {
+		return append(b, "null"...)
+	}
+	return appendInt(b, n)
+}
+
+// statusTimeout bounds the wait for the backend's word about itself.
+const statusTimeout = 2 * time.Second
 
 // health is 200 while requests can be served, otherwise 503 with the reason.
 func (s *Server) health(w http.ResponseWriter, r *http.Request) {
-	ctx, cancel := context.WithTimeout(r.Context(), healthTimeout)
+	ctx, cancel := context.WithTimeout(r.Context(), statusTimeout)
 	defer cancel()
 	status, err := s.backend.Status(ctx)
 	switch {

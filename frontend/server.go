@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math/rand/v2"
 	"net"
 	"net/http"
 	"sync"
@@ -23,6 +24,9 @@ type Config struct {
 	Model string
 	// Limits bound what a request may ask for; zero fields have defaults.
 	Limits Limits
+	// Seed makes the seeds of requests that bring none repeatable: a sequence, in order of arrival. With nil
+	// they are unpredictable.
+	Seed *uint64
 	// DrainTimeout is how long Run lets running requests finish once its context has ended (default 30 s).
 	DrainTimeout time.Duration
 	// WriteTimeout ends a stream whose client has read nothing for so long (default 60 s).
@@ -99,6 +103,7 @@ type Server struct {
 	metrics *metrics
 	started time.Time
 	handler http.Handler
+	seeds   seeds
 
 	// Requests run under ctx; cancel ends them all.
 	ctx    context.Context
@@ -122,6 +127,9 @@ func New(cfg Config) (*Server, error) {
 	var err error
 	if s.metrics, err = newMetrics(cfg.Registry); err != nil {
 		return nil, fmt.Errorf("frontend: registering metrics: %w", err)
+	}
+	if cfg.Seed != nil {
+		s.seeds.sequence = rand.New(rand.NewPCG(*cfg.Seed, 0))
 	}
 	s.ctx, s.cancel = context.WithCancelCause(context.Background())
 	s.handler = s.routes()

@@ -22,12 +22,7 @@ func (s *Server) tokenize(x *exchange) error {
 		return err
 	}
 	b := appendInt([]byte(`{"count":`), len(ids))
-	b = append(b, `,"max_model_len":`...)
-	if n := s.cfg.Limits.MaxModelLen; n > 0 {
-		b = appendInt(b, n)
-	} else {
-		b = append(b, "null"...)
-	}
+	b = s.appendMaxModelLen(x.ctx, b)
 	b = appendIDs(append(b, `,"tokens":`...), ids)
 	b = append(b, `,"token_strs":`...)
 	if !r.tokenStrings {

@@ -31,8 +31,8 @@ type Detokenizer interface {
 	Flush() string
 }
 
-// Chat is what a chat template is rendered from. Values are JSON as the client sent it, members in
-// their order, except that content parts are joined to a string and tool-call arguments are objects.
+// Chat is what a chat template is rendered from: checked JSON as the client wrote it, with members in
+// their order.
 type Chat struct {
 	Messages             []byte // array of objects
 	Tools                []byte // array of objects; nil for none
