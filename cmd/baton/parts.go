@@ -63,7 +63,7 @@ func (f modelFlags) openText(log *slog.Logger) (*loaded, error) {
 // newFrontend makes the HTTP server of a model behind a coordinator's client.
 func newFrontend(m *loaded, name string, seed *uint64, client *coordinator.Client, reg *prometheus.Registry, log *slog.Logger) (*frontend.Server, error) {
 	c := frontend.Config{
-		Backend: frontend.Native{Client: client}, Model: name, Logger: log, Registry: reg,
+		Backend: frontend.Native{Client: client}, Model: name, Seed: seed, Logger: log, Registry: reg,
 		Limits: frontend.Limits{VocabSize: m.Spec.VocabSize},
 	}
 	if m.tokenizer != nil {
