@@ -34,7 +34,7 @@ type Options struct {
 	HandshakeTimeout time.Duration
 	// Linger bounds how long Close waits to send what is queued. Default 1 s.
 	Linger time.Duration
-	// TLS, when set, encrypts: Dial as its client, Accept as its server.
+	// TLS, when set, encrypts: Dial as its client, Accept as its server. See mtls.Identity.
 	TLS *tls.Config
 }
 
@@ -113,6 +113,9 @@ func NewConn(nc net.Conn, opt Options) *Conn {
 // peerName says who is at the other end, for people. The ends of a socket pair have no address.
 func peerName(nc net.Conn) string {
 	if a := nc.RemoteAddr(); a != nil && a.String() != "" && a.String() != "@" {
+		if c, ok := nc.(interface{ PeerName() string }); ok { // its certificate's
+			return fmt.Sprintf("%s (%s)", a, c.PeerName())
+		}
 		return a.String()
 	}
 	return "the peer in this process"

@@ -2,9 +2,13 @@ package wire
 
 import (
 	"context"
-	"crypto/tls"
+	"errors"
 	"fmt"
+	"io"
 	"net"
+	"syscall"
+
+	"baton/mtls"
 )
 
 // Version is this build's protocol version, major<<16 | minor. Peers of one major version understand
@@ -19,8 +23,26 @@ type RefusedError struct{ Reason string }
 
 func (e *RefusedError) Error() string { return "wire: connection refused: " + e.Reason }
 
+// HandshakeError is a peer that was reached and did not do its part of the introduction.
+type HandshakeError struct {
+	Peer string
+	Hint string // what to look at, empty when the cause says it
+	Err  error
+}
+
+func (e *HandshakeError) Error() string {
+	if e.Hint == "" {
+		return fmt.Sprintf("wire: handshake with %s: %v", e.Peer, e.Err)
+	}
+	return fmt.Sprintf("wire: handshake with %s: %s (%v)", e.Peer, e.Hint, e.Err)
+}
+
+// Unwrap returns the cause.
+func (e *HandshakeError) Unwrap() error { return e.Err }
+
 // Dial connects and introduces itself with hello; a zero hello.Version becomes this build's. It
-// returns a *RefusedError when the other side does not want the connection.
+// returns a *RefusedError when the other side does not want the connection, an *mtls.Error when TLS
+// stands in the way, a *HandshakeError when the other side does not follow the protocol.
 func Dial(ctx context.Context, network, addr string, hello Connect, opt Options) (*Conn, ConnectAck, error) {
 	opt = opt.withDefaults()
 	ctx, cancel := context.WithTimeout(ctx, opt.HandshakeTimeout)
@@ -30,7 +52,9 @@ func Dial(ctx context.Context, network, addr string, hello Connect, opt Options)
 		return nil, ConnectAck{}, fmt.Errorf("wire: %w", err)
 	}
 	if opt.TLS != nil {
-		nc = tls.Client(nc, opt.TLS)
+		if nc, err = asConn(mtls.Client(ctx, nc, opt.TLS, addr)); err != nil {
+			return nil, ConnectAck{}, fmt.Errorf("wire: %w", err)
+		}
 	}
 	if hello.Version == 0 {
 		hello.Version = Version
@@ -43,6 +67,14 @@ func Dial(ctx context.Context, network, addr string, hello Connect, opt Options)
 		return nil, ack, err
 	}
 	return c, ack, nil
+}
+
+// asConn keeps a nil pointer from becoming an interface that is not nil.
+func asConn(c *mtls.Conn, err error) (net.Conn, error) {
+	if err != nil {
+		return nil, err
+	}
+	return c, nil
 }
 
 func (c *Conn) introduce(ctx context.Context, hello Connect) (ConnectAck, error) {
@@ -71,7 +103,10 @@ func Accept(ctx context.Context, nc net.Conn, ack ConnectAck, admit func(Connect
 	ctx, cancel := context.WithTimeout(ctx, opt.HandshakeTimeout)
 	defer cancel()
 	if opt.TLS != nil {
-		nc = tls.Server(nc, opt.TLS)
+		var err error
+		if nc, err = asConn(mtls.Server(ctx, nc, opt.TLS)); err != nil {
+			return nil, Connect{}, fmt.Errorf("wire: %w", err)
+		}
 	}
 	if ack.Version == 0 {
 		ack.Version = Version
@@ -106,10 +141,10 @@ func (c *Conn) handshake(ctx context.Context, want Message) error {
 	stop := context.AfterFunc(ctx, func() { c.nc.Close() })
 	b, err := c.readFrame(maxHello)
 	if !stop() || ctx.Err() != nil {
-		return fmt.Errorf("wire: handshake with %s: %w", c.peer, context.Cause(ctx))
+		return &HandshakeError{Peer: c.peer, Err: context.Cause(ctx)}
 	}
 	if err != nil {
-		return fmt.Errorf("wire: handshake with %s: %w", c.peer, err)
+		return c.handshakeError(err)
 	}
 	c.messagesIn.Add(1)
 	m, err := decodeFrame(b)
@@ -128,7 +163,23 @@ func (c *Conn) handshake(ctx context.Context, want Message) error {
 			return nil
 		}
 	}
-	return fmt.Errorf("wire: handshake with %s: got %v where %v was due", c.peer, m.Header(), want.Header())
+	return &HandshakeError{Peer: c.peer, Err: fmt.Errorf("got %v where %v was due", m.Header(), want.Header())}
+}
+
+// handshakeError explains why the first frame did not come.
+func (c *Conn) handshakeError(err error) error {
+	var refused *mtls.Error
+	var size *FrameSizeError
+	const clientHello = 0x0316 // how the first bytes of a TLS connection begin a length
+	switch {
+	case errors.As(err, &refused):
+		return fmt.Errorf("wire: %w", err)
+	case errors.As(err, &size) && size.Size&0xffff == clientHello && c.opt.TLS == nil:
+		return &HandshakeError{c.peer, "it uses TLS and this side does not: give this side --tls-ca, --tls-cert and --tls-key", err}
+	case c.opt.TLS == nil && (err == io.EOF || errors.Is(err, syscall.ECONNRESET)):
+		return &HandshakeError{c.peer, "it ended the connection without a word: it may want TLS (--tls-ca, --tls-cert and --tls-key), or be something else than meant", err}
+	}
+	return &HandshakeError{Peer: c.peer, Err: err}
 }
 
 // checkVersion wants the peer's major version to be ours.
