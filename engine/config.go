@@ -136,4 +136,13 @@ func (c Config) geometry() wire.Geometry {
 	}
 }
 
+// core is what a Core has to know, but for the transfers.
+func (c Config) core() CoreConfig {
+	spec := c.Checkpoint.Spec
+	return CoreConfig{
+		Name: c.Name, Role: c.Role, MaxRequests: c.MaxRequests, MaxTokens: c.MaxTokens, MaxSeqLen: c.MaxSeqLen,
+		Vocabulary: spec.VocabSize, EOS: spec.EOS, BlockSize: c.BlockSize, Blocks: c.blocks(), Version: weightVersion,
+	}
+}
+
 func newIncarnation() uint64 { return rand.Uint64() | 1 }

@@ -49,8 +49,8 @@ func (d *device) run(p *Plan) ([]Output, error) {
 
 func (d *device) output(row Row, logits []float32) Output {
 	r := row.request
-	if row.target >= 0 {
-		return d.sampler.measure(logits, row.target, r.sampling.PromptTopLogprobs)
+	if row.Target >= 0 {
+		return d.sampler.measure(logits, row.Target, r.sampling.PromptTopLogprobs)
 	}
 	return d.sampler.sample(logits, draw{
 		params: &r.sampling, prompt: r.tokens[:r.prompt], generated: r.tokens[r.prompt:], banned: r.banned(),

@@ -1,8 +1,8 @@
 // Package engine turns tokens into tokens: it batches requests, plans passes, runs them on a device,
 // samples, and hands finished prompts over to a decode engine (or takes them in).
 //
-// The Scheduler and the handoff are plain values; an Engine is the shell that owns them in one goroutine
-// (Run), with a second one that computes, so that aborts, handoffs and releases do not wait for a pass.
+// All decisions are a Core's, a plain value. An Engine is the shell that owns one in one goroutine (Run),
+// with a second one that computes, so that aborts, handoffs and releases do not wait for a pass.
 package engine
 
 import (
@@ -14,9 +14,6 @@ import (
 	"time"
 
 	"baton/compute/cpu"
-	"baton/handoff"
-	"baton/kvcache"
-	"baton/layout"
 	"baton/transfer"
 	"baton/wire"
 )
@@ -24,7 +21,8 @@ import (
 // weightVersion is that of the weights an engine starts with.
 const weightVersion = 1
 
-// Engine is one data-parallel group: a scheduler, a KV pool, a device, one end of a transfer backend.
+// Engine is one data-parallel group: a Core, the memory of its KV pool, a device, one end of a transfer
+// backend.
 type Engine struct {
 	config      Config
 	incarnation uint64
@@ -33,11 +31,8 @@ type Engine struct {
 
 	device   *device
 	memory   *transfer.Memory
-	endpoint transfer.Endpoint
-	pool     *kvcache.Pool
-	sched    *Scheduler
-	handoff  *handoff.Core    // nil on a colocated engine, as are endpoint and template
-	template *layout.Template // from one engine of this geometry to another
+	endpoint transfer.Endpoint // nil on a colocated engine
+	core     *Core
 
 	passes  chan *Plan  // to the computing goroutine
 	done    chan passed // and back
@@ -51,8 +46,6 @@ type Engine struct {
 	conn      *wire.Conn
 	passing   bool
 	transfers map[uint64]transfer.Handle
-	admitting []handoff.Admit        // imported, waiting for room in the batch
-	offers    map[uint64]wire.Result // prefill replies that wait for their export
 }
 
 // passed is a pass that ended.
@@ -77,7 +70,6 @@ func New(c Config) (*Engine, error) {
 		done:      make(chan passed, 1),
 		settled:   make(chan uint64, 64),
 		transfers: map[uint64]transfer.Handle{},
-		offers:    map[uint64]wire.Result{},
 	}
 	e.lifetime, e.end = context.WithCancel(context.Background())
 	if err := e.open(); err != nil {
@@ -87,14 +79,9 @@ func New(c Config) (*Engine, error) {
 	return e, nil
 }
 
-func (e *Engine) open() error {
+func (e *Engine) open() (err error) {
 	c := e.config
 	blocks := c.blocks()
-	pool, err := kvcache.New(kvcache.Config{Blocks: blocks, BlockSize: c.BlockSize})
-	if err != nil {
-		return err
-	}
-	e.pool = pool
 	if e.memory, err = transfer.NewMemory(int64(blocks)*c.blockBytes(), "baton-kv-"+c.Name); err != nil {
 		return fmt.Errorf("engine: KV pool of %d blocks: %w", blocks, err)
 	}
@@ -105,17 +92,14 @@ func (e *Engine) open() error {
 	if e.device, err = newDevice(c, backend, e.memory.Data); err != nil {
 		return errors.Join(err, backend.Close())
 	}
+	core := c.core()
 	if c.Role != wire.RoleBoth {
-		if err := e.openHandoff(); err != nil {
+		if err := e.openTransfers(&core); err != nil {
 			return err
 		}
 	}
-	spec := c.Checkpoint.Spec
-	e.sched = NewScheduler(SchedulerConfig{
-		MaxRequests: c.MaxRequests, MaxTokens: c.MaxTokens, MaxSeqLen: c.MaxSeqLen, Vocabulary: spec.VocabSize,
-		EOS: spec.EOS, BlockSize: c.BlockSize, Blocks: blocks, Version: weightVersion,
-	}, pool)
-	return nil
+	e.core, err = NewCore(core)
+	return err
 }
 
 // Close stops the computing goroutine and frees everything. Call it after Run has returned.
@@ -261,11 +245,11 @@ func (e *Engine) serve(ctx context.Context, inbox <-chan wire.Message, ended <-c
 		e.plan()
 		select {
 		case m := <-inbox:
-			e.receive(m)
+			e.step(Received{m})
 			for more := true; more; { // take what has arrived together before planning
 				select {
 				case m := <-inbox:
-					e.receive(m)
+					e.step(Received{m})
 				default:
 					more = false
 				}
@@ -277,7 +261,7 @@ func (e *Engine) serve(ctx context.Context, inbox <-chan wire.Message, ended <-c
 		case id := <-e.settled:
 			e.transferSettled(id)
 		case <-poll.C:
-			e.poll()
+			e.step(Tick{})
 		case err := <-ended:
 			return err
 		case <-ctx.Done():
@@ -289,19 +273,13 @@ func (e *Engine) serve(ctx context.Context, inbox <-chan wire.Message, ended <-c
 
 // plan starts the next pass if none is under way and there is one.
 func (e *Engine) plan() {
-	if e.passing {
-		return
-	}
-	e.admit()
-	plan, failed := e.sched.Plan(time.Now())
-	for i := range failed {
-		e.send(&failed[i])
-	}
+	plan, actions := e.core.Plan(time.Now())
+	e.carryOut(actions)
 	if plan != nil {
 		e.passing = true
 		e.passes <- plan
 	}
-	e.gauge()
+	e.metrics.gauge(e.core)
 }
 
 // passed takes in a pass. A device fault ends the engine: its memory cannot be trusted any more.
@@ -311,81 +289,54 @@ func (e *Engine) passed(p passed) error {
 		return fmt.Errorf("engine: %s: a pass of %v failed: %w", e.config.Name, p.plan, p.err)
 	}
 	e.metrics.pass(p)
-	e.publish(e.sched.Apply(time.Now(), p.plan, p.outputs))
+	e.step(Computed{p.plan, p.outputs})
 	return nil
 }
 
-// publish sends what a pass, an abort or an admission changed.
-func (e *Engine) publish(out Outcome) {
-	for i := range out.Final {
-		out.Final[i].Stats.Engine = e.config.Name
-	}
-	e.metrics.results(out.Final)
-	e.metrics.results(out.Partial)
-	if len(out.Partial) > 0 {
-		e.send(&wire.EngineReplyPartial{Results: out.Partial})
-	}
-	if len(out.Final) > 0 {
-		e.send(&wire.EngineReply{Results: out.Final})
-	}
-	for _, p := range out.Exports {
-		p.Result.Stats.Engine = e.config.Name
-		e.metrics.results([]wire.Result{p.Result})
-		e.export(p)
-	}
-	for _, id := range out.Aborted {
-		e.send(&wire.RequestAborted{ID: id, SourceSafe: true})
+// step gives the core one event and does what it orders.
+func (e *Engine) step(event Event) { e.carryOut(e.core.Step(time.Now(), event)) }
+
+// carryOut does what the core orders. What is known at once about a transfer goes back to the core.
+func (e *Engine) carryOut(actions []Action) {
+	for len(actions) > 0 {
+		action := actions[0]
+		actions = actions[1:]
+		switch a := action.(type) {
+		case Send:
+			e.send(a.Message)
+		case Transfer:
+			if answer := e.transfer(a.Order); answer != nil {
+				actions = append(actions, e.core.Step(time.Now(), Moved{answer})...)
+			}
+		case Handed:
+			e.metrics.handed(a)
+		case Warn:
+			e.log.Warn(a.Text)
+		}
 	}
 }
 
 // send gives a message to the connection. A failure shows as the end of the session.
 func (e *Engine) send(m wire.Message) {
+	switch m := m.(type) {
+	case *wire.EngineReply:
+		e.metrics.results(m.Results)
+	case *wire.EngineReplyPartial:
+		e.metrics.results(m.Results)
+	}
 	if err := e.conn.Send(m); err != nil {
 		e.log.Warn("message not sent", "message", m.Header(), "error", err)
 	}
 }
 
-// receive acts on one message from the coordinator.
-func (e *Engine) receive(m wire.Message) {
-	switch m := m.(type) {
-	case *wire.SubmitRequest:
-		e.submit(m)
-	case *wire.SubmitRequestWithKV:
-		e.startImport(m)
-	case *wire.SendKV:
-		e.sendKV(m)
-	case *wire.ReleaseKV:
-		e.releaseKV(m)
-	case *wire.AbortRequest:
-		e.abort(m.ID)
-	case *wire.Pause:
-		e.sched.SetPaused(true)
-	case *wire.Unpause:
-		e.sched.SetPaused(false)
-	default:
-		e.log.Warn("message ignored", "message", m.Header())
+// abandon drops everything when the connection is gone, and waits for the pass that may still be under way.
+func (e *Engine) abandon() {
+	e.step(Disconnected{})
+	if e.passing {
+		if p := <-e.done; p.err == nil {
+			e.step(Computed{p.plan, p.outputs})
+		}
+		e.passing = false
 	}
-}
-
-func (e *Engine) submit(m *wire.SubmitRequest) {
-	if e.config.Role == wire.RoleDecode {
-		e.send(refusal(m.ID, "", "%s is a decode engine: it never runs a prompt", e.config.Name))
-		return
-	}
-	if m.Handoff && e.config.Role != wire.RolePrefill {
-		e.send(refusal(m.ID, "", "%s has no transfer backend to hand a prompt over", e.config.Name))
-		return
-	}
-	if refused := e.sched.Submit(time.Now(), m); refused != nil {
-		e.send(refused)
-	}
-}
-
-// abort cancels a request wherever it is. An unknown one has ended already: its reply is on the way.
-func (e *Engine) abort(id uint64) {
-	if out, known := e.sched.Abort(id); known {
-		e.publish(out)
-		return
-	}
-	e.abortHandoff(id)
+	e.metrics.gauge(e.core)
 }

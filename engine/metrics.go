@@ -87,41 +87,35 @@ func (m engineMetrics) results(list []wire.Result) {
 	}
 }
 
-// handedOff records a handoff that ended well.
-func (m engineMetrics) handedOff(s wire.Stats) {
+// handed records the end of a handoff.
+func (m engineMetrics) handed(h Handed) {
 	if m.all == nil {
 		return
 	}
-	m.all.handoffs.WithLabelValues(m.name, "done").Inc()
-	m.all.moved.WithLabelValues(m.name).Add(float64(s.BlocksMoved))
-	m.all.reused.WithLabelValues(m.name).Add(float64(s.BlocksReused))
-	m.all.bytes.WithLabelValues(m.name).Add(float64(s.BytesMoved))
-	m.all.transfer.WithLabelValues(m.name).Observe(s.Transfer)
-	m.all.handoff.WithLabelValues(m.name).Observe(s.Handoff)
-}
-
-func (m engineMetrics) handoffEnded(result string) {
-	if m.all != nil {
-		m.all.handoffs.WithLabelValues(m.name, result).Inc()
+	m.all.handoffs.WithLabelValues(m.name, h.Result).Inc()
+	if h.Result != "done" {
+		return
 	}
+	m.all.moved.WithLabelValues(m.name).Add(float64(h.Stats.BlocksMoved))
+	m.all.reused.WithLabelValues(m.name).Add(float64(h.Stats.BlocksReused))
+	m.all.bytes.WithLabelValues(m.name).Add(float64(h.Stats.BytesMoved))
+	m.all.transfer.WithLabelValues(m.name).Observe(h.Stats.Transfer)
+	m.all.handoff.WithLabelValues(m.name).Observe(h.Stats.Handoff)
 }
 
 // gauge publishes the lengths of the engine's queues and the state of its pool.
-func (e *Engine) gauge() {
-	m := e.metrics
+func (m engineMetrics) gauge(c *Core) {
 	if m.all == nil {
 		return
 	}
-	waiting, prefilling, running := e.sched.Loads()
-	states := map[string]int{"waiting": waiting, "prefill": prefilling, "decode": running, "admission": len(e.admitting)}
-	if e.handoff != nil {
-		h := e.handoff.Stats()
-		states["exported"], states["importing"], states["quarantined"] = h.Exports, h.Queued+h.Moving, h.Quarantined
-	}
-	for state, n := range states {
+	l := c.Load()
+	for state, n := range map[string]int{
+		"waiting": l.Waiting, "prefill": l.Prefill, "decode": l.Decode, "admission": l.Admission,
+		"exported": l.Handoff.Exports, "importing": l.Handoff.Queued + l.Handoff.Moving, "quarantined": l.Handoff.Quarantined,
+	} {
 		m.all.requests.WithLabelValues(m.name, state).Set(float64(n))
 	}
-	p := e.pool.Stats()
+	p := c.Pool().Stats()
 	for state, n := range map[string]int{"free": p.Free, "cached": p.Cached, "used": p.InUse} {
 		m.all.blocks.WithLabelValues(m.name, state).Set(float64(n))
 	}

@@ -29,6 +29,7 @@ type request struct {
 	table     *kvcache.Table
 	inPass    bool // part of the pass under way
 	aborted   bool // to be dropped when the pass ends
+	silent    bool // and nobody is told
 	announced bool // the once-only fields of Result were sent
 
 	// Of tokens not reported yet, in order.

@@ -1,6 +1,7 @@
 package engine
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"maps"
@@ -58,8 +59,8 @@ type Plan struct {
 // Row is one wanted row of logits.
 type Row struct {
 	request *request
-	// target is the token whose log-probability is wanted, for a prompt row; -1 where a token is sampled.
-	target int32
+	// Target is the token whose log-probability is wanted, for a prompt row; -1 where a token is sampled.
+	Target int32
 }
 
 // part is a run of a request's tokens that a pass computes.
@@ -163,6 +164,21 @@ func (s *Scheduler) Abort(id uint64) (out Outcome, known bool) {
 	return Outcome{Aborted: []uint64{id}}, true
 }
 
+// Abandon drops every request with nobody to be told. What a pass is computing keeps its blocks until the
+// pass ends.
+func (s *Scheduler) Abandon() {
+	for _, r := range sorted(s.requests) {
+		if r.inPass {
+			r.aborted, r.silent = true, true
+			delete(s.requests, r.id) // the id may come again before the pass ends
+			continue
+		}
+		s.drop(r)
+	}
+	gone := func(r *request) bool { return !r.silent }
+	s.prompts, s.running = keep(s.prompts, gone), keep(s.running, gone)
+}
+
 // SetPaused stops or resumes planning. Running requests stay where they are.
 func (s *Scheduler) SetPaused(paused bool) { s.paused = paused }
 
@@ -174,8 +190,8 @@ func (s *Scheduler) Loads() (waiting, prefilling, running int) {
 // Idle reports whether there is nothing to plan.
 func (s *Scheduler) Idle() bool { return len(s.requests) == 0 }
 
-// IDs lists the requests that the scheduler holds.
-func (s *Scheduler) IDs() []uint64 { return slices.Collect(maps.Keys(s.requests)) }
+// Has reports whether the scheduler holds a request.
+func (s *Scheduler) Has(id uint64) bool { return s.requests[id] != nil }
 
 // Plan chooses the next pass, or returns nil when nothing can run. Every running request gets one row;
 // what is left of the token budget goes to prompts. The second result holds requests that turned out to
@@ -294,7 +310,7 @@ func (s *Scheduler) Apply(now time.Time, p *Plan, outputs []Output) Outcome {
 		r.computed = part.to
 		finish, sampled := "", false
 		for next < len(p.Rows) && p.Rows[next].request == r {
-			if p.Rows[next].target >= 0 {
+			if p.Rows[next].Target >= 0 {
 				r.promptLogprobs = append(r.promptLogprobs, outputs[next].Logprob)
 				r.promptTop = append(r.promptTop, outputs[next].Top)
 			} else {
@@ -304,7 +320,9 @@ func (s *Scheduler) Apply(now time.Time, p *Plan, outputs []Output) Outcome {
 		}
 		if r.aborted {
 			s.drop(r)
-			out.Aborted = append(out.Aborted, r.id)
+			if !r.silent {
+				out.Aborted = append(out.Aborted, r.id)
+			}
 			continue
 		}
 		if sampled {
@@ -357,9 +375,18 @@ func (s *Scheduler) drop(r *request) {
 		r.table.Close()
 		r.table = nil
 	}
-	delete(s.requests, r.id)
+	if s.requests[r.id] == r {
+		delete(s.requests, r.id)
+	}
 	gone := func(x *request) bool { return x != r }
 	s.waiting, s.prompts, s.running = keep(s.waiting, gone), keep(s.prompts, gone), keep(s.running, gone)
+}
+
+// sorted lists requests by id: the same events give the same actions.
+func sorted(requests map[uint64]*request) []*request {
+	list := slices.Collect(maps.Values(requests))
+	slices.SortFunc(list, func(a, b *request) int { return cmp.Compare(a.id, b.id) })
+	return list
 }
 
 func keep(list []*request, wanted func(*request) bool) []*request {

@@ -51,7 +51,7 @@ func (m *toyModel) forward(p *Plan) []Output {
 				context[pos] = m.kv[int(seq.Blocks[pos/m.size])*m.size+pos%m.size] - 1
 			}
 			o := Output{Token: toyNext(context)}
-			if target := p.Rows[i].target; target >= 0 {
+			if target := p.Rows[i].Target; target >= 0 {
 				o.Logprob = -float32(target) - float32(toyNext(context))/1e4
 			}
 			out = append(out, o)
