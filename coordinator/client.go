@@ -10,6 +10,7 @@ import (
 	"sync"
 	"time"
 
+	"baton/mtls"
 	"baton/wire"
 )
 
@@ -98,10 +99,16 @@ func (c *Client) reconnect(ctx context.Context) (*wire.Conn, error) {
 	for pause := 20 * time.Millisecond; ; pause = min(2*pause, 2*time.Second) {
 		conn, err := c.connect(ctx)
 		var refused *wire.RefusedError
-		if err == nil || errors.As(err, &refused) || errors.Is(err, ErrServerClosed) {
+		var insecure *mtls.Error
+		if err == nil || errors.As(err, &refused) || errors.As(err, &insecure) && insecure.Permanent || errors.Is(err, ErrServerClosed) {
 			return conn, err
 		}
-		c.log.Debug("coordinator not reached", "error", err, "retry", pause)
+		level := slog.LevelDebug // it may just be starting
+		var unclear *wire.HandshakeError
+		if errors.As(err, &insecure) || errors.As(err, &unclear) {
+			level = slog.LevelWarn
+		}
+		c.log.Log(ctx, level, "coordinator not reached", "error", err, "retry", pause)
 		select {
 		case <-time.After(pause/2 + rand.N(pause)): // spread clients that lost the same coordinator
 		case <-ctx.Done():

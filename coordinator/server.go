@@ -25,6 +25,9 @@ type ServerConfig struct {
 	Wire wire.Options
 	// MaxConnections is how many connections may be open at once. Default 4096.
 	MaxConnections int
+	// MaxStrangers is how many connections beside those may be open that have not introduced themselves
+	// yet; one more takes the place of the oldest. Default 256.
+	MaxStrangers int
 	// Logger gets one line a request, and what peers do wrong. Default: slog.Default.
 	Logger *slog.Logger
 }
@@ -42,6 +45,8 @@ type Server struct {
 	lastPeer atomic.Uint64
 	slots    chan struct{} // holds one element for each open connection
 	exit     chan struct{} // closed when a client asked for SHUTDOWN
+
+	strangers strangers
 
 	ctx     context.Context // ends when Close begins
 	cancel  context.CancelFunc
@@ -80,6 +85,7 @@ func NewServer(cfg ServerConfig) (*Server, error) {
 		return nil, err
 	}
 	cfg.MaxConnections = cmp.Or(cfg.MaxConnections, 4096)
+	cfg.MaxStrangers = cmp.Or(cfg.MaxStrangers, 256)
 	if cfg.Logger == nil {
 		cfg.Logger = slog.Default()
 	}
@@ -90,6 +96,7 @@ func NewServer(cfg ServerConfig) (*Server, error) {
 		exit:   make(chan struct{}), deserted: make(chan struct{}), done: make(chan struct{}),
 		links: make(map[PeerID]*wire.Conn),
 	}
+	s.strangers.limit, s.strangers.log = cfg.MaxStrangers, cfg.Logger
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	go s.run()
 	return s, nil
@@ -130,22 +137,6 @@ func (s *Server) Serve(ctx context.Context, l net.Listener) error {
 	}
 }
 
-// accepted gives a connection its goroutine.
-func (s *Server) accepted(nc net.Conn) {
-	err := s.spawn(func() {
-		conn, hello, err := wire.Accept(s.ctx, nc, wire.ConnectAck{Incarnation: s.cfg.Core.Incarnation}, admit, s.cfg.Wire)
-		if err != nil {
-			s.log.Warn("connection refused", "peer", nc.RemoteAddr(), "error", err)
-			return
-		}
-		s.read(conn, hello)
-	})
-	if err != nil {
-		s.log.Warn("connection refused", "peer", nc.RemoteAddr(), "error", err)
-		nc.Close()
-	}
-}
-
 // spawn runs the goroutine of one connection, unless too many are open or the server is closed.
 func (s *Server) spawn(f func()) error {
 	s.mu.Lock()
@@ -153,10 +144,8 @@ func (s *Server) spawn(f func()) error {
 	if s.closed {
 		return ErrServerClosed
 	}
-	select {
-	case s.slots <- struct{}{}:
-	default:
-		return fmt.Errorf("coordinator: %d connections are open, as many as may", s.cfg.MaxConnections)
+	if err := s.takeSlot(); err != nil {
+		return fmt.Errorf("coordinator: %w", err)
 	}
 	s.readers.Go(func() {
 		defer func() { <-s.slots }()

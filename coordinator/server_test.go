@@ -7,6 +7,7 @@ import (
 	"io"
 	"log/slog"
 	"net"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -668,9 +669,9 @@ func TestStrangersAreKeptOut(t *testing.T) {
 	if !errors.As(err, &refused) {
 		t.Errorf("a peer of another protocol version: %v", err)
 	}
-	// Two connections that say nothing fill the server; a third is closed at once, and they end with it.
+	// Strangers take no place of a peer's, and peers no more than there are.
 	var silent []net.Conn
-	for range 2 {
+	for range 5 {
 		nc, err := net.Dial("tcp", addr)
 		if err != nil {
 			t.Fatal(err)
@@ -678,13 +679,15 @@ func TestStrangersAreKeptOut(t *testing.T) {
 		defer nc.Close()
 		silent = append(silent, nc)
 	}
-	third, err := net.Dial("tcp", addr)
-	if err != nil {
-		t.Fatal(err)
+	for range 2 {
+		conn, _, err := wire.Dial(t.Context(), "tcp", addr, wire.Connect{Kind: KindClient}, wire.Options{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer conn.Close()
 	}
-	defer third.Close()
-	if _, err := third.Read(make([]byte, 1)); err == nil {
-		t.Error("the third connection was served")
+	if _, _, err = wire.Dial(t.Context(), "tcp", addr, wire.Connect{Kind: KindClient}, wire.Options{}); !errors.As(err, &refused) || !strings.Contains(err.Error(), "as many as may") {
+		t.Errorf("one peer more than there is room for: %v", err)
 	}
 	s.Close()
 	for _, nc := range silent {
