@@ -39,10 +39,15 @@ func (p *Pool) checkHolders(c *checker) {
 		for _, id := range t.blocks {
 			refs[id]++
 		}
-		promised += t.promised
-		c.want(t.promised >= 0, "request %d took %d more blocks than promised", t.owner, -t.promised)
-		c.want(len(t.blocks)+t.promised == p.BlocksFor(t.capacity),
-			"request %d has %d + %d promised blocks for %d tokens", t.owner, len(t.blocks), t.promised, t.capacity)
+		for _, w := range t.twins {
+			refs[w.id]++
+		}
+		promised += t.promised()
+		c.want(t.promised() >= 0, "request %d took %d more blocks than promised", t.owner, -t.promised())
+		c.want(t.reserved+len(t.twins) <= len(p.blocks) && t.reserved <= p.BlocksFor(t.capacity),
+			"request %d reserves %d blocks and %d twins for %d tokens", t.owner, t.reserved, len(t.twins), t.capacity)
+		c.addIf(t.Verify())
+		p.checkPrefix(c, t)
 		c.want(t.length%p.blockSize == len(t.tail), "request %d: %d tokens, %d in the tail", t.owner, t.length, len(t.tail))
 	}
 	pinned := 0
@@ -51,6 +56,10 @@ func (p *Pool) checkHolders(c *checker) {
 			refs[id]++
 			pins[id]++
 		}
+		for _, id := range pin.twins {
+			refs[id]++
+		}
+		c.addIf(pin.Verify())
 	}
 	for id := range p.blocks {
 		b := &p.blocks[id]
@@ -63,6 +72,27 @@ func (p *Pool) checkHolders(c *checker) {
 	c.want(p.pinned == pinned, "%d pinned, counted %d", p.pinned, pinned)
 	c.want(p.promised == promised, "%d promised, counted %d", p.promised, promised)
 	c.want(promised <= len(p.free)+p.cached, "%d promised of %d free and %d cached", promised, len(p.free), p.cached)
+}
+
+// checkPrefix: a table that goes on registering holds the whole registered prefix, its own blocks or
+// their twins.
+func (p *Pool) checkPrefix(c *checker, t *Table) {
+	if t.detached || t.registered != none && !p.blocks[t.registered].registered {
+		return
+	}
+	id, twins := t.registered, t.twins
+	for i := t.length/p.blockSize - 1; i >= 0; i-- {
+		want := t.blocks[i]
+		if n := len(twins); n > 0 && twins[n-1].position == i {
+			want, twins = twins[n-1].id, twins[:n-1]
+		}
+		c.want(id == want, "request %d: position %d is registered as block %d, held is %d", t.owner, i, id, want)
+		if id == none {
+			return
+		}
+		id = p.blocks[id].parent
+	}
+	c.want(id == none && len(twins) == 0, "request %d: block %d precedes its first, %d twins are left", t.owner, id, len(twins))
 }
 
 // checkStates: every block is free, in use or cached, and the heap holds the cached leaves in order.
@@ -118,9 +148,10 @@ func (p *Pool) checkChain(c *checker) {
 }
 
 func (p *Pool) checkPending(c *checker) {
+	c.want(len(p.events) <= p.most, "%d events wait, at most %d may", len(p.events), p.most)
 	for key, t := range p.pending {
 		_, live := p.tables[t]
-		c.want(live, "a closed table of request %d still claims a block", t.owner)
+		c.want(live && !t.detached, "request %d claims a block that it will not register", t.owner)
 		_, ok := p.byKey[key]
 		c.want(!ok, "request %d claims a block that is cached", t.owner)
 	}

@@ -3,9 +3,10 @@
 // token ids; it never sees the bytes of a block, a clock, a socket or a random source.
 //
 // A Pool owns the blocks. A request opens a Table, which matches the longest cached prefix of its prompt
-// and reserves everything it can ever need, so that a running request never runs out. Whoever must keep
-// blocks longer than their request (an export, a quarantine) takes a Pin. A Pool and all that comes from
-// it are used by one goroutine at a time.
+// and reserves all that it can ever need, so that it never runs out, or less, so that more requests run at
+// once; then Fit tells which of them have to make room for the others. Whoever must keep blocks longer
+// than their request (an export, a quarantine) takes a Pin. A Pool and all that comes from it are used by
+// one goroutine at a time.
 package kvcache
 
 import (

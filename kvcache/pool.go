@@ -14,8 +14,9 @@ type Config struct {
 	Blocks int
 	// BlockSize is how many tokens a block holds. At least 1.
 	BlockSize int
-	// Events asks the pool to record what it caches and forgets, for DrainEvents. Whoever asks must drain.
-	Events bool
+	// Events is how many events may wait for DrainEvents. When more come, those that wait are lost, which
+	// shows as a gap in the sequence. 0: none are recorded.
+	Events int
 }
 
 func (c Config) validate() error {
@@ -24,6 +25,9 @@ func (c Config) validate() error {
 	}
 	if most := MaxSlots / c.BlockSize; c.Blocks < 1 || c.Blocks > most {
 		return fmt.Errorf("kvcache: Blocks is %d; with blocks of %d tokens it must be in [1, %d]", c.Blocks, c.BlockSize, most)
+	}
+	if c.Events < 0 {
+		return fmt.Errorf("kvcache: Events is %d; it must not be negative", c.Events)
 	}
 	return nil
 }
@@ -65,9 +69,9 @@ type Pool struct {
 	promised int // blocks that tables may still take
 	evicted  uint64
 
-	record   bool
-	events   []Event
-	sequence uint64
+	events   []Event // not drained yet
+	most     int     // of them
+	sequence uint64  // of the last one
 
 	misuse error // the first mistake of a caller; Check reports it
 }
@@ -85,7 +89,7 @@ func New(c Config) (*Pool, error) {
 		pending:   make(map[Key]*Table),
 		tables:    make(map[*Table]struct{}),
 		pins:      make(map[*Pin]struct{}),
-		record:    c.Events,
+		most:      c.Events,
 	}
 	for i := range p.blocks {
 		p.blocks[i].parent, p.blocks[i].leaf = none, none
@@ -108,8 +112,17 @@ func (p *Pool) BlocksFor(n int) int {
 // Tick advances the clock by which the least recently used block is found: once an engine step.
 func (p *Pool) Tick() { p.tick++ }
 
-// Generation counts how often a block was handed out; it tells two uses of one id apart.
+// Generation counts how often a block was handed out, modulo 2^32; it tells two uses of one id apart.
 func (p *Pool) Generation(id int32) uint32 { return p.blocks[id].generation }
+
+func (p *Pool) verify(blocks []int32, generations []uint32) error {
+	for i, id := range blocks {
+		if now := p.blocks[id].generation; now != generations[i] {
+			return &StaleError{Block: id, Held: generations[i], Now: now}
+		}
+	}
+	return nil
+}
 
 // Stats counts blocks by state. Total = Free + Cached + InUse; Pinned blocks are in use too.
 type Stats struct {
@@ -121,6 +134,9 @@ type Stats struct {
 	Promised int // of Free + Cached, those that open tables may still take
 	Evicted  uint64
 }
+
+// available is how many more blocks can be promised.
+func (p *Pool) available() int { return len(p.free) + p.cached - p.promised }
 
 // Available is how many more blocks can be promised.
 func (s Stats) Available() int { return s.Free + s.Cached - s.Promised }
@@ -226,48 +242,12 @@ func (p *Pool) releaseAll(ids []int32) {
 func (p *Pool) register(id int32, key Key, parent int32) {
 	b := &p.blocks[id]
 	b.registered, b.key, b.parent = true, key, parent
-	e := Event{Kind: Stored, Key: key}
 	if parent != none {
 		p.blocks[parent].children++
-		e.Parent = p.blocks[parent].key.Digest
 	}
 	p.byKey[key] = id
 	delete(p.pending, key)
-	p.emit(e)
-}
-
-// EventKind says what happened to a cached prefix.
-type EventKind uint8
-
-// The kinds of events.
-const (
-	Stored  EventKind = iota + 1 // a block was written and can be matched
-	Removed                      // it was evicted
-	Cleared                      // all were forgotten
-)
-
-// Event tells an observer (a router's residency index) what the pool caches.
-type Event struct {
-	Sequence uint64 // 1, 2, ...: a gap means that events were lost
-	Kind     EventKind
-	Key      Key    // zero for Cleared
-	Parent   Digest // Stored: of the prefix one block shorter; zero for a first block
-}
-
-func (p *Pool) emit(e Event) {
-	if !p.record {
-		return
-	}
-	p.sequence++
-	e.Sequence = p.sequence
-	p.events = append(p.events, e)
-}
-
-// DrainEvents returns what happened since the last call, in order.
-func (p *Pool) DrainEvents() []Event {
-	events := p.events
-	p.events = nil
-	return events
+	p.emit(Event{Kind: Stored, Key: key, Parent: p.parentDigest(id)})
 }
 
 func (p *Pool) fault(what string) {

@@ -8,7 +8,7 @@ import (
 
 func newPool(t testing.TB, blocks, blockSize int) *Pool {
 	t.Helper()
-	p, err := New(Config{Blocks: blocks, BlockSize: blockSize, Events: true})
+	p, err := New(Config{Blocks: blocks, BlockSize: blockSize, Events: 1 << 10})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -42,7 +42,7 @@ func serve(t testing.TB, p *Pool, prompt []int32) *Table {
 }
 
 func TestConfig(t *testing.T) {
-	for _, c := range []Config{{}, {Blocks: 1}, {BlockSize: 1}, {Blocks: -1, BlockSize: 16}, {Blocks: 1 << 30, BlockSize: 16}} {
+	for _, c := range []Config{{}, {Blocks: 1}, {BlockSize: 1}, {Blocks: -1, BlockSize: 16}, {Blocks: 1 << 30, BlockSize: 16}, {Blocks: 1, BlockSize: 1, Events: -1}} {
 		if _, err := New(c); err == nil {
 			t.Errorf("%+v is accepted", c)
 		}
@@ -206,10 +206,10 @@ func TestEvictionOrder(t *testing.T) {
 	for name, id := range ids {
 		names[p.blocks[id].key] = name
 	}
-	p.DrainEvents()
+	p.DrainEvents(nil)
 	open(t, p, OpenRequest{Prompt: []int32{1, 2, 3}, NoMatch: true})
 	var got []string
-	for _, e := range p.DrainEvents() {
+	for _, e := range p.DrainEvents(nil) {
 		if e.Kind != Removed {
 			t.Errorf("unexpected event %+v", e)
 		}
@@ -346,26 +346,32 @@ func TestPendingOwnerLeaves(t *testing.T) {
 	}
 }
 
-func TestDuplicateStaysUnregistered(t *testing.T) {
+func TestDuplicateKeepsItsTwin(t *testing.T) {
 	p := newPool(t, 16, 4)
 	prompt := sequence(9)
 	a := open(t, p, OpenRequest{Prompt: prompt, Owner: 1})
 	b := open(t, p, OpenRequest{Prompt: prompt, NoMatch: true, Owner: 2, Capacity: 16})
 	b.Commit(prompt) // faster than the one that announced it
 	check(t, p)
+	own := slices.Clone(a.Blocks())
 	a.Commit(prompt)
 	check(t, p)
-	if a.Blocks()[0] == b.Blocks()[0] {
-		t.Error("NoMatch shares a block")
+	if a.Blocks()[0] == b.Blocks()[0] || !slices.Equal(a.Blocks(), own) {
+		t.Errorf("blocks changed or are shared: %v, %v, were %v", a.Blocks(), b.Blocks(), own)
 	}
 	for i, id := range a.Blocks() {
 		if p.blocks[id].registered {
 			t.Errorf("block %d of the later one is registered", i)
 		}
 	}
+	b.Close()
+	check(t, p)
+	if s := p.Stats(); s.Cached != 0 || s.InUse != 3+2 {
+		t.Errorf("the twins are not held: %+v", s)
+	}
 	a.Close()
 	check(t, p)
-	if s := p.Stats(); s.Cached != 0 || s.InUse != 3 || s.Promised != 1 {
+	if s := p.Stats(); s.Cached != 2 || s.InUse != 0 || s.Promised != 0 {
 		t.Errorf("%+v", s)
 	}
 	if got := open(t, p, OpenRequest{Prompt: prompt}).Cached(); got != 8 {
@@ -373,18 +379,132 @@ func TestDuplicateStaysUnregistered(t *testing.T) {
 	}
 }
 
-func TestClaimEndsWithADuplicate(t *testing.T) {
+// turn serves a prompt, then generates n tokens from first on.
+func turn(t *testing.T, p *Pool, r OpenRequest, n int, first int32) *Table {
+	t.Helper()
+	r.Capacity = len(r.Prompt) + n
+	table := open(t, p, r)
+	table.Commit(r.Prompt[table.Cached():])
+	check(t, p)
+	for i := range int32(n) {
+		if err := table.EnsureTokens(table.Len() + 1); err != nil {
+			t.Fatal(err)
+		}
+		table.Commit([]int32{first + i})
+		check(t, p)
+	}
+	return table
+}
+
+func TestReplyAfterARepeatedPromptIsCached(t *testing.T) {
+	for _, noMatch := range []bool{false, true} {
+		p := newPool(t, 16, 4)
+		prompt := sequence(8) // its last block is computed again, as a prompt pass must yield logits
+		turn(t, p, OpenRequest{Prompt: prompt}, 5, 100).Close()
+		p.Tick()
+		again := turn(t, p, OpenRequest{Prompt: prompt, NoMatch: noMatch}, 9, 200) // another reply
+		next := append(slices.Clone(prompt), 200, 201, 202, 203, 204, 205, 206, 207, 208, 0)
+		finds := func(when string) {
+			table := open(t, p, OpenRequest{Prompt: next})
+			if table.Cached() != 16 {
+				t.Errorf("NoMatch %v, %s: the next turn finds %d tokens, want 16", noMatch, when, table.Cached())
+			}
+			table.Close()
+		}
+		finds("while it runs")
+		again.Close()
+		finds("after it")
+		check(t, p)
+	}
+}
+
+func TestNoRoomForATwin(t *testing.T) {
+	prompt := sequence(8)
+	t.Run("now", func(t *testing.T) {
+		p := newPool(t, 5, 4)
+		serve(t, p, prompt).Close()
+		again := open(t, p, OpenRequest{Prompt: prompt})                            // 1 matched, 1 own; its twin is cached
+		other := open(t, p, OpenRequest{Prompt: []int32{9, 9, 9, 9}, Capacity: 12}) // all that is left is promised
+		again.Commit(prompt[4:])
+		check(t, p)
+		if len(again.twins) != 0 {
+			t.Error("a promised block is held as a twin")
+		}
+		if err := other.EnsureTokens(12); err != nil {
+			t.Error(err)
+		}
+		check(t, p)
+	})
+	t.Run("nothing follows", func(t *testing.T) {
+		p := newPool(t, 5, 4)
+		serve(t, p, prompt).Close()
+		again := open(t, p, OpenRequest{Prompt: prompt, Capacity: 20})
+		again.Commit(prompt[4:])
+		if err := again.EnsureTokens(12); err != nil {
+			t.Fatal(err)
+		}
+		again.Commit([]int32{100, 101, 102, 103})
+		check(t, p)
+		if id := again.Blocks()[2]; p.blocks[id].registered {
+			t.Error("a block is registered under a prefix that its table does not hold")
+		}
+	})
+	t.Run("alone at its largest", func(t *testing.T) {
+		p := newPool(t, 5, 4)
+		serve(t, p, prompt).Close()
+		again := open(t, p, OpenRequest{Prompt: prompt, Capacity: 20, Reserve: 8})
+		again.Commit(prompt[4:])
+		check(t, p)
+		if err := again.EnsureTokens(20); err != nil {
+			t.Errorf("its own twin is in the way: %v", err)
+		}
+		check(t, p)
+	})
+}
+
+func TestPinHoldsTwins(t *testing.T) {
+	p := newPool(t, 8, 4)
+	prompt := sequence(8)
+	serve(t, p, prompt).Close()
+	again := turn(t, p, OpenRequest{Prompt: prompt, NoMatch: true}, 5, 100)
+	pin := again.Pin(4)
+	again.Close()
+	check(t, p)
+	if s := p.Stats(); s.InUse != 6 || s.Pinned != 4 {
+		t.Errorf("4 pinned blocks and the twins of 2: %+v", s)
+	}
+	table := open(t, p, OpenRequest{Prompt: append(slices.Clone(prompt), 100, 101, 102, 103, 0)})
+	if table.Cached() != 12 {
+		t.Errorf("cached %d", table.Cached())
+	}
+	table.Close()
+	pin.Release()
+	check(t, p)
+	if s := p.Stats(); s.InUse != 0 || s.Cached != 3 {
+		t.Errorf("%+v", s)
+	}
+}
+
+func TestClaimGoesOnAfterADuplicate(t *testing.T) {
 	p := newPool(t, 16, 4)
 	prompt := sequence(13)
 	a := open(t, p, OpenRequest{Prompt: prompt, Owner: 1})
 	b := open(t, p, OpenRequest{Prompt: prompt, NoMatch: true, Owner: 2})
 	b.Commit(prompt[:4])
-	var pending *PendingError
-	if _, err := p.Open(OpenRequest{Prompt: prompt}); !errors.As(err, &pending) || pending.Owner != 1 {
-		t.Fatalf("want to wait for request 1: %v", err)
+	waits := func() {
+		t.Helper()
+		var pending *PendingError
+		if _, err := p.Open(OpenRequest{Prompt: prompt}); !errors.As(err, &pending) || pending.Owner != 1 {
+			t.Fatalf("want to wait for request 1: %v", err)
+		}
 	}
-	a.Commit(prompt[:4]) // too late: nothing of a can be registered any more
-	if got := open(t, p, OpenRequest{Prompt: prompt}).Cached(); got != 4 {
+	waits()
+	a.Commit(prompt[:4])
+	check(t, p)
+	waits()
+	a.Commit(prompt[4:])
+	check(t, p)
+	if got := open(t, p, OpenRequest{Prompt: prompt}).Cached(); got != 12 {
 		t.Errorf("cached %d", got)
 	}
 }
@@ -456,10 +576,10 @@ func TestClear(t *testing.T) {
 	serve(t, p, []int32{50, 51, 52, 53, 54}).Close()
 	running := open(t, p, OpenRequest{Prompt: sequence(13), Capacity: 16})
 	running.Commit(sequence(6))
-	p.DrainEvents()
+	p.DrainEvents(nil)
 	p.Clear()
 	check(t, p)
-	if events := p.DrainEvents(); len(events) != 1 || events[0].Kind != Cleared {
+	if events := p.DrainEvents(nil); len(events) != 1 || events[0].Kind != Cleared {
 		t.Errorf("events %+v", events)
 	}
 	running.Commit(sequence(13)[6:])
@@ -484,11 +604,63 @@ func TestEvents(t *testing.T) {
 		{Sequence: 3, Kind: Removed, Key: Key{Digest: chain[1]}},
 		{Sequence: 4, Kind: Stored, Key: Key{Digest: other[0]}},
 	}
-	if got := p.DrainEvents(); !slices.Equal(got, want) {
+	if got := p.DrainEvents(nil); !slices.Equal(got, want) {
 		t.Errorf("got %+v\nwant %+v", got, want)
 	}
-	if got := p.DrainEvents(); len(got) != 0 {
+	if got := p.DrainEvents(nil); len(got) != 0 {
 		t.Errorf("drained twice: %+v", got)
+	}
+}
+
+func TestEventsThatNobodyDrains(t *testing.T) {
+	p, err := New(Config{Blocks: 4, BlockSize: 1, Events: 3})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i := range int32(5) {
+		serve(t, p, []int32{i}).Close() // stores one; the fifth removes one first
+	}
+	events := p.DrainEvents(nil)
+	if len(events) > 3 || events[0].Sequence == 1 || events[len(events)-1].Sequence != 6 {
+		t.Errorf("after a gap: %+v", events)
+	}
+}
+
+func TestSnapshot(t *testing.T) {
+	p := newPool(t, 8, 1)
+	holder := open(t, p, OpenRequest{Prompt: []int32{9, 9}})
+	serve(t, p, []int32{1, 2}).Close()
+	holder.Close()
+	last := serve(t, p, []int32{1, 2, 3, 4})
+	if blocks := last.Blocks(); blocks[2] > blocks[1] {
+		t.Fatalf("the ids of %v follow the chain, which makes it easy", blocks)
+	}
+	last.Close()
+	serve(t, p, []int32{6}).Close()
+	before := dump(p)
+	events := p.DrainEvents(nil)
+	if p.DrainEvents(nil) != nil || dump(p) == before {
+		t.Error("events stay after a drain")
+	}
+	serve(t, p, []int32{7}).Close()
+	got := p.Snapshot(nil)
+	if len(p.DrainEvents(nil)) != 0 {
+		t.Error("a snapshot leaves older events")
+	}
+	if got[0] != (Event{Sequence: 6, Kind: Cleared}) || len(got) != len(events)+2 {
+		t.Fatalf("got %+v", got)
+	}
+	known := map[Digest]bool{{}: true}
+	for _, e := range got[1:] {
+		if e.Sequence != 6 || e.Kind != Stored || !known[e.Parent] {
+			t.Errorf("unexpected %+v", e)
+		}
+		known[e.Key.Digest] = true
+	}
+	for _, e := range events {
+		if !known[e.Key.Digest] {
+			t.Errorf("%+v is missing", e)
+		}
 	}
 }
 
@@ -501,8 +673,20 @@ func TestGenerationAndOrder(t *testing.T) {
 	if got := a.Slot(6); got != 1*4+2 {
 		t.Errorf("slot of position 6 is %d", got)
 	}
+	if err := a.Verify(); err != nil {
+		t.Error(err)
+	}
+	pin := a.Pin(2)
 	a.Close()
+	pin.Release()
 	b := open(t, p, OpenRequest{Prompt: sequence(15)})
+	var stale *StaleError
+	if err := pin.Verify(); !errors.As(err, &stale) || *stale != (StaleError{Block: 0, Held: 1, Now: 2}) {
+		t.Errorf("a pin that was released: %v", err)
+	}
+	if !slices.Equal(pin.Generations(), []uint32{1, 1}) {
+		t.Errorf("generations %v", pin.Generations())
+	}
 	if !slices.Equal(b.Blocks(), []int32{0, 1, 2, 3}) || p.Generation(0) != 2 {
 		t.Errorf("second table has %v, generation %d", b.Blocks(), p.Generation(0))
 	}

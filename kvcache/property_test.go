@@ -48,11 +48,8 @@ func (w *world) kv(s *sequenceState, position int) written {
 	return written{s.version, s.salt, fmt.Sprint(s.tokens[:position+1])}
 }
 
-// write runs the forward pass for the next n tokens, then commits them.
-func (w *world) write(t *rapid.T, s *sequenceState, n int) {
-	if err := s.table.EnsureTokens(s.written + n); err != nil {
-		t.Fatalf("a promise is broken: %v", err)
-	}
+// write runs the forward pass for the next n tokens, which have room, then commits them.
+func (w *world) write(s *sequenceState, n int) {
 	for i := s.written; i < s.written+n; i++ {
 		slot := int(s.table.Slot(i))
 		w.memory[slot/w.p.blockSize][slot%w.p.blockSize] = w.kv(s, i)
@@ -76,6 +73,9 @@ func (w *world) verify(t *rapid.T) {
 			}
 		}
 	}
+	for _, s := range w.tables {
+		w.verifyChain(t, s)
+	}
 	for _, s := range w.pins {
 		for i, id := range s.pin.Blocks() {
 			if !slices.Equal(w.memory[id], s.memory[i]) {
@@ -85,11 +85,27 @@ func (w *world) verify(t *rapid.T) {
 	}
 }
 
+// verifyChain: a block is registered as what it holds, under the prefix before it.
+func (w *world) verifyChain(t *rapid.T, s *sequenceState) {
+	root := Digest{}
+	if s.salt == 1 {
+		root = Root("s", "")
+	}
+	var parent Digest
+	for i, d := range Chain(root, w.p.blockSize, s.tokens[:s.written]) {
+		id := s.table.Blocks()[i]
+		if b := w.p.blocks[id]; b.registered && (b.key != Key{s.version, d} || w.p.parentDigest(id) != parent) {
+			t.Fatalf("block %d at %d of %v is registered wrongly: %+v", id, i, s.tokens, b)
+		}
+		parent = d
+	}
+}
+
 func TestRandomOperations(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		blocks := rapid.IntRange(1, 14).Draw(t, "blocks")
 		size := rapid.IntRange(1, 3).Draw(t, "block size")
-		p, err := New(Config{Blocks: blocks, BlockSize: size, Events: true})
+		p, err := New(Config{Blocks: blocks, BlockSize: size, Events: rapid.IntRange(1, 20).Draw(t, "events")})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -101,6 +117,7 @@ func TestRandomOperations(t *testing.T) {
 			"":       w.verify,
 			"open":   w.open,
 			"step":   w.step,
+			"fit":    w.fit,
 			"close":  w.close,
 			"pin":    w.pin,
 			"unpin":  w.unpin,
@@ -170,8 +187,8 @@ func (w *world) open(t *rapid.T) {
 	w.owner++
 	r := OpenRequest{
 		Version: uint64(rapid.IntRange(0, 1).Draw(t, "version")), Prompt: prompt, Owner: w.owner,
-		Capacity: len(prompt) + rapid.IntRange(0, 6).Draw(t, "more"),
-		NoMatch:  rapid.IntRange(0, 3).Draw(t, "no match") == 0, WholePrompt: rapid.Bool().Draw(t, "whole"),
+		Capacity: len(prompt) + rapid.IntRange(0, 6).Draw(t, "more"), Reserve: rapid.IntRange(0, 12).Draw(t, "reserve"),
+		NoMatch: rapid.IntRange(0, 3).Draw(t, "no match") == 0, WholePrompt: rapid.Bool().Draw(t, "whole"),
 	}
 	salt := uint64(rapid.IntRange(0, 1).Draw(t, "salt"))
 	if salt == 1 {
@@ -230,7 +247,67 @@ func (w *world) step(t *rapid.T) {
 	for len(s.tokens) < s.written+n {
 		s.tokens = append(s.tokens, rapid.Int32Range(0, 1).Draw(t, "generated"))
 	}
-	w.write(t, s, n)
+	if w.ensure(t, Want{s.table, s.written + n}) {
+		w.write(s, n)
+	}
+}
+
+// ensure makes room, which can fail beyond what is reserved only.
+func (w *world) ensure(t *rapid.T, want Want) bool {
+	before, lacking := dump(w.p), want.Table.shortage(want.Tokens) > w.p.Stats().Available()
+	err := want.Table.EnsureTokens(want.Tokens)
+	if lacking != errors.Is(err, ErrNoCapacity) || !lacking && err != nil {
+		t.Fatalf("lacks blocks %v: %v", lacking, err)
+	}
+	if err != nil && dump(w.p) != before {
+		t.Fatal("a refusal changed the pool")
+	}
+	return err == nil
+}
+
+// fit closes the tables that Fit names: the others get what they want, and one more would not.
+func (w *world) fit(t *rapid.T) {
+	var wants []Want
+	for _, s := range w.tables {
+		wants = append(wants, Want{s.table, rapid.IntRange(0, s.table.Capacity()).Draw(t, "want")})
+	}
+	n := w.p.Fit(wants)
+	if n < len(wants) {
+		if need, have := w.naive(wants, n+1); need <= have {
+			t.Fatalf("%d of %d fit, but one more needs %d and has %d", n, len(wants), need, have)
+		}
+	}
+	for len(w.tables) > n {
+		w.remove(n).table.Close()
+	}
+	for _, want := range wants[:n] {
+		if !w.ensure(t, want) {
+			t.Fatalf("%d of %d were to fit", n, len(wants))
+		}
+	}
+}
+
+// naive counts the blocks that the first n lack, and those to be had when the others are closed.
+func (w *world) naive(wants []Want, n int) (need, have int) {
+	kept := map[int32]bool{}
+	for pin := range w.p.pins {
+		for _, id := range append(slices.Clone(pin.blocks), pin.twins...) {
+			kept[id] = true
+		}
+	}
+	have = w.p.Stats().Total
+	for _, want := range wants[:n] {
+		t := want.Table
+		need += t.shortage(want.Tokens)
+		have -= t.promised()
+		for _, id := range t.blocks {
+			kept[id] = true
+		}
+		for _, w := range t.twins {
+			kept[w.id] = true
+		}
+	}
+	return need, have - len(kept)
 }
 
 func (w *world) close(t *rapid.T) { w.remove(w.pick(t)).table.Close() }
@@ -255,15 +332,25 @@ func (w *world) unpin(t *rapid.T) {
 	w.pins = slices.Delete(w.pins, i, i+1)
 }
 
-// events replays what the pool told and compares that with what the pool can find.
+// events replays what the pool told, after a gap with a snapshot, and compares that with what it can find.
 func (w *world) events(t *rapid.T) {
-	for _, e := range w.p.DrainEvents() {
-		w.sequence++
-		if e.Sequence != w.sequence {
-			t.Fatalf("event %d after %d", e.Sequence, w.sequence-1)
+	events := w.p.DrainEvents(nil)
+	if len(events) > 0 && events[0].Sequence != w.sequence+1 || rapid.IntRange(0, 9).Draw(t, "resync") == 0 {
+		events = w.p.Snapshot(nil)
+		w.sequence = events[0].Sequence
+	} else {
+		for _, e := range events {
+			if w.sequence++; e.Sequence != w.sequence {
+				t.Fatalf("event %d, want %d", e.Sequence, w.sequence)
+			}
 		}
+	}
+	for _, e := range events {
 		switch e.Kind {
 		case Stored:
+			if _, ok := w.known[Key{e.Key.Version, e.Parent}]; !ok && e.Parent != (Digest{}) {
+				t.Fatal("a block is told before its parent")
+			}
 			w.known[e.Key] = e.Parent
 		case Removed:
 			delete(w.known, e.Key)

@@ -10,7 +10,8 @@ import (
 var (
 	// ErrNeverFits: the request needs more blocks than the pool has. Waiting does not help.
 	ErrNeverFits = errors.New("kvcache: larger than the whole cache")
-	// ErrNoCapacity: too few blocks now; they come back when other tables and pins are closed.
+	// ErrNoCapacity: too few blocks now; they come back when other tables and pins are closed. Fit tells
+	// which ones would have to.
 	ErrNoCapacity = errors.New("kvcache: no capacity now")
 	// ErrPending: another table is about to register the prompt's next block. Retry after its next Commit
 	// or Close.
@@ -44,6 +45,16 @@ func (e *PendingError) Error() string {
 // Unwrap returns ErrPending.
 func (e *PendingError) Unwrap() error { return ErrPending }
 
+// StaleError says that a block is not what its holder takes it for: it was handed out again meanwhile.
+type StaleError struct {
+	Block     int32
+	Held, Now uint32 // generations
+}
+
+func (e *StaleError) Error() string {
+	return fmt.Sprintf("kvcache: block %d is held in generation %d, but has been handed out again as %d", e.Block, e.Held, e.Now)
+}
+
 // OpenRequest describes the sequence that a table will hold.
 type OpenRequest struct {
 	Version uint64  // of the weights
@@ -55,6 +66,9 @@ type OpenRequest struct {
 	// Capacity is the most tokens whose KV the table will ever hold. Less than the prompt counts as the
 	// prompt.
 	Capacity int
+	// Reserve is for how many of those tokens blocks are set aside now, at least for the prompt's; beyond
+	// them EnsureTokens can find the pool used up. 0 is all of Capacity.
+	Reserve int
 	// NoMatch reuses nothing, for requests that need every prompt position computed. Their blocks can be
 	// reused by others.
 	NoMatch bool
@@ -74,18 +88,29 @@ type Table struct {
 	digests  []Digest // of the prompt's complete blocks
 	capacity int
 
-	blocks   []int32
-	promised int
-	cached   int     // leading tokens that were matched
-	length   int     // tokens whose KV is written
-	tail     []int32 // of those, the ones in the last, incomplete block
-	chain    Digest  // of the complete blocks
-	closed   bool
+	blocks      []int32
+	generations []uint32 // of blocks, from when they joined
+	reserved    int      // blocks held or promised
+	cached      int      // leading tokens that were matched
+	length      int      // tokens whose KV is written
+	tail        []int32  // of those, the ones in the last, incomplete block
+	chain       Digest   // of the complete blocks
+	registered  int32    // the block that chain is registered as, held here: the last complete one, or its twin
+	twins       []twin   // by position
+	detached    bool     // what completes from now on cannot be registered
+	closed      bool
+}
+
+// twin is the registered block with the same content as a table's own block of the position. Holding it
+// lets the blocks that follow be registered.
+type twin struct {
+	position int
+	id       int32
 }
 
 // Open matches, reserves and returns a table whose blocks for the prompt are allocated and whose other
-// blocks, up to Capacity, are promised. On an error nothing has changed: a *CapacityError or a
-// *PendingError.
+// blocks, up to what is to be reserved, are promised. On an error nothing has changed: a *CapacityError
+// or a *PendingError.
 func (p *Pool) Open(r OpenRequest) (*Table, error) {
 	capacity := max(r.Capacity, len(r.Prompt))
 	total := p.BlocksFor(capacity)
@@ -99,25 +124,30 @@ func (p *Pool) Open(r OpenRequest) (*Table, error) {
 	}
 	t := &Table{
 		pool: p, version: r.Version, owner: r.Owner, prompt: r.Prompt, digests: digests[:complete],
-		capacity: capacity, chain: r.Root,
+		capacity: capacity, chain: r.Root, registered: none,
 	}
 	revived, err := t.match(r)
 	if err != nil {
 		return nil, err
 	}
-	need := total - len(t.blocks)
-	if have := len(p.free) + p.cached - p.promised - revived; need > have {
+	t.reserved = total
+	if r.Reserve > 0 {
+		t.reserved = p.BlocksFor(min(max(r.Reserve, len(r.Prompt)), capacity))
+	}
+	need := t.reserved - len(t.blocks)
+	if have := p.available() - revived; need > have {
 		return nil, &CapacityError{Err: ErrNoCapacity, Need: need, Have: max(have, 0)}
 	}
+	t.blocks, t.generations = slices.Grow(t.blocks, need), make([]uint32, 0, t.reserved)
 	for _, id := range t.blocks {
 		p.retain(id)
+		t.generations = append(t.generations, p.blocks[id].generation)
 	}
 	if n := len(t.blocks); n > 0 {
-		t.chain = t.digests[n-1]
+		t.chain, t.registered = t.digests[n-1], t.blocks[n-1]
 	}
 	t.cached = len(t.blocks) * p.blockSize
 	t.length = t.cached
-	t.promised = need
 	p.promised += need
 	p.tables[t] = struct{}{}
 	t.grow(len(r.Prompt))
@@ -154,20 +184,14 @@ func (t *Table) match(r OpenRequest) (revived int, err error) {
 }
 
 // claim announces the blocks that this table will register, so that others wait instead of computing
-// them too. Nothing is claimed when the first of them exists or is claimed already: then it stays
-// unregistered here, and so does all that follows.
+// them too.
 func (t *Table) claim() {
 	p := t.pool
-	todo := t.digests[t.cached/p.blockSize:]
-	if len(todo) == 0 {
-		return
-	}
-	first := Key{t.version, todo[0]}
-	if _, ok := p.byKey[first]; ok || p.pending[first] != nil {
-		return
-	}
-	for _, d := range todo {
-		p.pending[Key{t.version, d}] = t
+	for _, d := range t.digests[t.cached/p.blockSize:] {
+		key := Key{t.version, d}
+		if _, ok := p.byKey[key]; !ok && p.pending[key] == nil {
+			p.pending[key] = t
+		}
 	}
 }
 
@@ -180,31 +204,45 @@ func (t *Table) unclaim() {
 	}
 }
 
+// promised is how many blocks the table may still take.
+func (t *Table) promised() int { return t.reserved - len(t.blocks) }
+
 // grow takes promised blocks until n tokens have room.
 func (t *Table) grow(n int) {
 	p := t.pool
 	for len(t.blocks) < p.BlocksFor(n) {
-		t.blocks = append(t.blocks, p.take())
-		t.promised--
+		id := p.take()
+		t.blocks = append(t.blocks, id)
+		t.generations = append(t.generations, p.blocks[id].generation)
 		p.promised--
 	}
 }
 
-// EnsureTokens makes room for n tokens in all. Up to the table's capacity it never fails.
+// shortage is how many blocks beyond those reserved n tokens need.
+func (t *Table) shortage(n int) int { return max(0, t.pool.BlocksFor(n)-t.reserved) }
+
+// EnsureTokens makes room for n tokens in all. Up to what is reserved it never fails; beyond that it
+// reserves more, or changes nothing and returns a *CapacityError that is an ErrNoCapacity.
 func (t *Table) EnsureTokens(n int) error {
 	if t.closed {
 		return errors.New("kvcache: EnsureTokens on a closed table")
 	}
 	if n > t.capacity {
-		return fmt.Errorf("kvcache: request %d wants room for %d tokens; it reserved %d", t.owner, n, t.capacity)
+		return fmt.Errorf("kvcache: request %d wants room for %d tokens; its capacity is %d", t.owner, n, t.capacity)
 	}
+	p, more := t.pool, t.shortage(n)
+	if have := p.available(); more > have {
+		return &CapacityError{Err: ErrNoCapacity, Need: more, Have: have}
+	}
+	t.reserved += more
+	p.promised += more
 	t.grow(n)
 	return nil
 }
 
 // Commit says that the KV of the next tokens is in place: call it after a successful forward or
-// transfer, never before. Blocks that are now complete can be matched by others, unless the same prefix
-// is cached already. The tokens need room from Open or EnsureTokens.
+// transfer, never before. Blocks that are now complete can be matched by others. The tokens need room
+// from Open or EnsureTokens.
 func (t *Table) Commit(tokens []int32) {
 	size := t.pool.blockSize
 	if t.closed || t.length+len(tokens) > len(t.blocks)*size {
@@ -235,18 +273,40 @@ func (t *Table) complete(i int) {
 		t.digests = t.digests[:min(i, len(t.digests))]
 		t.chain = extend(nil, t.chain, t.tail)
 	}
-	key := Key{t.version, t.chain}
-	parent := int32(none)
-	if i > 0 {
-		parent = t.blocks[i-1]
-	}
-	_, exists := p.byKey[key]
-	if exists || parent != none && !p.blocks[parent].registered {
-		// Registering a later block would cache it under a prefix that this table does not hold.
-		t.unclaim()
+	if t.detached || t.registered != none && !p.blocks[t.registered].registered {
+		t.detach()
 		return
 	}
-	p.register(t.blocks[i], key, parent)
+	key := Key{t.version, t.chain}
+	id, exists := p.byKey[key]
+	switch {
+	case !exists:
+		p.register(t.blocks[i], key, t.registered)
+		t.registered = t.blocks[i]
+	case t.adopt(i, id):
+		t.registered = id
+	default:
+		t.detach()
+	}
+}
+
+// adopt holds the twin of block i, if there is room for both: now, and in the worst case, when the table
+// is alone and grows to its capacity.
+func (t *Table) adopt(i int, id int32) bool {
+	p := t.pool
+	if p.BlocksFor(t.capacity)+len(t.twins) >= len(p.blocks) || p.blocks[id].refs == 0 && p.available() < 1 {
+		return false
+	}
+	p.retain(id)
+	t.twins = append(t.twins, twin{i, id})
+	return true
+}
+
+// detach gives up registering: a later block would be cached under a prefix that this table does not
+// hold.
+func (t *Table) detach() {
+	t.detached = true
+	t.unclaim()
 }
 
 // Cached is how many leading tokens were matched at Open: a multiple of the block size.
@@ -268,6 +328,10 @@ func (t *Table) Slot(position int) int32 {
 	return t.blocks[position/size]*int32(size) + int32(position%size)
 }
 
+// Verify makes sure that no block was handed out again since the table got it; otherwise it returns a
+// *StaleError. It cannot fail while everybody keeps to the rules, so it guards against those who do not.
+func (t *Table) Verify() error { return t.pool.verify(t.blocks, t.generations) }
+
 // Pin holds the first n allocated blocks beyond the table's life.
 func (t *Table) Pin(n int) *Pin {
 	p := t.pool
@@ -275,11 +339,17 @@ func (t *Table) Pin(n int) *Pin {
 		p.fault(fmt.Sprintf("request %d pins %d of %d blocks", t.owner, n, len(t.blocks)))
 		n = min(max(n, 0), len(t.blocks))
 	}
-	pin := &Pin{pool: p, blocks: slices.Clone(t.blocks[:n])}
+	pin := &Pin{pool: p, blocks: slices.Clone(t.blocks[:n]), generations: slices.Clone(t.generations[:n])}
 	for _, id := range pin.blocks {
 		p.retain(id)
 		if p.blocks[id].pins++; p.blocks[id].pins == 1 {
 			p.pinned++
+		}
+	}
+	for _, w := range t.twins {
+		if w.position < n {
+			p.retain(w.id)
+			pin.twins = append(pin.twins, w.id)
 		}
 	}
 	p.pins[pin] = struct{}{}
@@ -296,22 +366,32 @@ func (t *Table) Close() {
 	}
 	t.closed = true
 	t.unclaim()
-	p.promised -= t.promised
-	t.promised = 0
+	p.promised -= t.promised()
 	p.releaseAll(t.blocks)
-	t.blocks = nil
+	for _, w := range slices.Backward(t.twins) {
+		p.release(w.id)
+	}
+	t.blocks, t.generations, t.twins, t.reserved = nil, nil, nil, 0
 	delete(p.tables, t)
 }
 
 // Pin keeps blocks from being reused while something outside may touch them.
 type Pin struct {
-	pool     *Pool
-	blocks   []int32
-	released bool
+	pool        *Pool
+	blocks      []int32
+	generations []uint32
+	twins       []int32 // that the registered ones among blocks need as their prefix
+	released    bool
 }
 
 // Blocks are the pinned blocks in order.
 func (p *Pin) Blocks() []int32 { return p.blocks }
+
+// Generations are those of Blocks, from when their table got them.
+func (p *Pin) Generations() []uint32 { return p.generations }
+
+// Verify is Table.Verify for the pinned blocks.
+func (p *Pin) Verify() error { return p.pool.verify(p.blocks, p.generations) }
 
 // Release gives them back. A second Release does nothing, but Check reports it.
 func (p *Pin) Release() {
@@ -326,5 +406,6 @@ func (p *Pin) Release() {
 		}
 	}
 	p.pool.releaseAll(p.blocks)
+	p.pool.releaseAll(p.twins)
 	delete(p.pool.pins, p)
 }
