@@ -135,7 +135,7 @@ func requireFailed(t *testing.T, h transfer.Handle, want error) {
 
 func TestCancel(t *testing.T) {
 	eachBackend(t, func(t *testing.T, name string) {
-		const size = 32 << 20
+		const size = 16 << 20
 		from, to := open(t, name, size), open(t, name, size)
 		from.fillRandom(1)
 		zero := make([]byte, size)
@@ -147,7 +147,7 @@ func TestCancel(t *testing.T) {
 		}
 		requireFailed(t, h, context.Canceled)
 		// Cancelled somewhere on its way: after it settled nothing more is written.
-		for i := range uint64(10) {
+		for i := range uint64(6) {
 			h, err := start(t.Context(), from, to, 10+i, []transfer.Copy{{Len: size}})
 			if err != nil {
 				t.Fatal(err)
@@ -190,8 +190,14 @@ func TestBadCopies(t *testing.T) {
 	eachBackend(t, func(t *testing.T, name string) {
 		from, to := open(t, name, 4096), open(t, name, 4096)
 		for _, c := range []transfer.Copy{
-			{Src: 4000, Len: 97}, {Dst: 4000, Len: 97}, {Src: -1, Len: 1}, {Dst: -1, Len: 1}, {Len: -1},
-			{Src: 1<<63 - 1, Len: 1<<63 - 1}, {Dst: 1<<63 - 1, Len: 2}, {Len: 1 << 40},
+			{Src: 4000, Len: 97},
+			{Dst: 4000, Len: 97},
+			{Src: -1, Len: 1},
+			{Dst: -1, Len: 1},
+			{Len: -1},
+			{Src: 1<<63 - 1, Len: 1<<63 - 1},
+			{Dst: 1<<63 - 1, Len: 2},
+			{Len: 1 << 40},
 		} {
 			var typed *transfer.Error
 			if _, err := start(t.Context(), from, to, 1, []transfer.Copy{c}); !errors.As(err, &typed) {
@@ -475,7 +481,7 @@ func TestPeerDies(t *testing.T) {
 		began := time.Now()
 		p.cmd.Process.Kill()
 		st := wait(t, h)
-		if took := time.Since(began); took > 2*time.Second {
+		if took := time.Since(began); took > 5*time.Second {
 			t.Errorf("noticed after %v", took)
 		}
 		// It may have been done before the signal.

@@ -168,7 +168,7 @@ type order struct {
 }
 
 const (
-	childSize = 24 << 20
+	childSize = 12 << 20
 	childSeed = 7
 )
 

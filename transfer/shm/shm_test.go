@@ -3,17 +3,17 @@
 package shm
 
 import (
-	"encoding/binary"
-	"net"
-	"time"
-
-	"baton/transfer/internal/backend"
 	"bytes"
 	"context"
 	"crypto/rand"
+	"encoding/binary"
 	"errors"
+	"net"
 	"sync"
 	"testing"
+	"time"
+
+	"baton/transfer/internal/backend"
 
 	"baton/transfer"
 

@@ -82,7 +82,7 @@ func TestRevokeDuringSend(t *testing.T) {
 		t.Run(ends, func(t *testing.T) {
 			timeout := time.Minute
 			if ends == "stalls" {
-				timeout = 300 * time.Millisecond
+				timeout = time.Second
 			}
 			p := openPuller(t, size, Options{Timeout: timeout})
 			if err := p.Export(1, capability, []transfer.Range{{Len: size}}); err != nil {

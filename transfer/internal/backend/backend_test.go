@@ -50,8 +50,10 @@ func TestRevokeWaitsForReaders(t *testing.T) {
 		t.Error("exported again while a reader is left")
 	}
 	end2()
-	if !e.Revoke(1) || !e.Revoke(1) {
-		t.Error("no reader left, and not quiesced")
+	for range 2 { // the second time there is no such export
+		if !e.Revoke(1) {
+			t.Error("no reader left, and not quiesced")
+		}
 	}
 	if err := e.Add(1, capability, whole, 100); err != nil {
 		t.Error(err)
