@@ -1,7 +1,6 @@
 package text
 
 import (
-	"container/heap"
 	"fmt"
 	"hash/maphash"
 	"math/bits"
@@ -130,25 +129,59 @@ func (m *bpe) mergeDirect(symbols []int32) int {
 	return n
 }
 
-// candidate is a merge that may still be possible: left is the position of its first symbol.
+// candidate is a merge that may still be possible.
 type candidate struct {
-	rank, left, result int32
-	first, second      int32 // the symbols when it was found: it is stale if they have changed
+	order         uint64 // rank<<32 | position of the first symbol: the least comes first
+	first, second int32  // the symbols when it was found: it is stale if they have changed
+	result        int32
 }
 
+// candidates is a binary heap.
 type candidates []candidate
 
-func (c candidates) Len() int { return len(c) }
-func (c candidates) Less(i, j int) bool {
-	return c[i].rank < c[j].rank || c[i].rank == c[j].rank && c[i].left < c[j].left
+func (c *candidates) push(x candidate) {
+	h := append(*c, x)
+	i := len(h) - 1
+	for i > 0 {
+		parent := (i - 1) / 2
+		if h[parent].order <= x.order {
+			break
+		}
+		h[i] = h[parent]
+		i = parent
+	}
+	h[i] = x
+	*c = h
 }
-func (c candidates) Swap(i, j int) { c[i], c[j] = c[j], c[i] }
-func (c *candidates) Push(x any)   { *c = append(*c, x.(candidate)) }
-func (c *candidates) Pop() any {
-	old := *c
-	x := old[len(old)-1]
-	*c = old[:len(old)-1]
-	return x
+
+func (c *candidates) pop() candidate {
+	h := *c
+	least, last := h[0], h[len(h)-1]
+	h = h[:len(h)-1]
+	*c = h
+	if len(h) > 0 {
+		h.down(0, last)
+	}
+	return least
+}
+
+// down puts x at position i, or where it belongs below.
+func (c candidates) down(i int, x candidate) {
+	for {
+		child := 2*i + 1
+		if child >= len(c) {
+			break
+		}
+		if child+1 < len(c) && c[child+1].order < c[child].order {
+			child++
+		}
+		if x.order <= c[child].order {
+			break
+		}
+		c[i] = c[child]
+		i = child
+	}
+	c[i] = x
 }
 
 // mergeHeap does what mergeDirect does, in O(n log n).
@@ -156,37 +189,40 @@ func (m *bpe) mergeHeap(symbols []int32) int {
 	n := int32(len(symbols))
 	next, prev := make([]int32, n), make([]int32, n)
 	queue := make(candidates, 0, n)
-	find := func(left, right int32) (c candidate, ok bool) {
+	consider := func(left, right int32) (c candidate, ok bool) {
 		rank, result := m.merges.find(symbols[left], symbols[right])
-		return candidate{rank, left, result, symbols[left], symbols[right]}, rank != noMerge
+		return candidate{uint64(rank)<<32 | uint64(left), symbols[left], symbols[right], result}, rank != noMerge
 	}
 	for i := range n {
 		next[i], prev[i] = i+1, i-1
 		if i+1 < n {
-			if c, ok := find(i, i+1); ok {
+			if c, ok := consider(i, i+1); ok {
 				queue = append(queue, c)
 			}
 		}
 	}
-	heap.Init(&queue)
+	for i := len(queue)/2 - 1; i >= 0; i-- {
+		queue.down(i, queue[i])
+	}
 	for len(queue) > 0 {
-		c := heap.Pop(&queue).(candidate)
-		left := c.left
+		c := queue.pop()
+		left := int32(uint32(c.order))
 		right := next[left]
 		if right >= n || symbols[left] != c.first || symbols[right] != c.second {
 			continue
 		}
 		symbols[left], symbols[right] = c.result, -1
-		next[left] = next[right]
-		if after := next[left]; after < n {
+		after, before := next[right], prev[left]
+		next[left] = after
+		if after < n {
 			prev[after] = left
-			if c, ok := find(left, after); ok {
-				heap.Push(&queue, c)
+			if c, ok := consider(left, after); ok {
+				queue.push(c)
 			}
 		}
-		if before := prev[left]; before >= 0 {
-			if c, ok := find(before, left); ok {
-				heap.Push(&queue, c)
+		if before >= 0 {
+			if c, ok := consider(before, left); ok {
+				queue.push(c)
 			}
 		}
 	}
@@ -246,7 +282,7 @@ func (t *mergeTable) find(left, right int32) (rank, result int32) {
 	return s.rank, s.result
 }
 
-// build adds the merges, each two vocabulary entries in order of rank, whose concatenation is a third.
+// addMerges adds the merges, each two vocabulary entries in order of rank, whose concatenation is a third.
 func (m *bpe) addMerges(merges [][2]string) error {
 	m.merges = newMergeTable(len(merges))
 	for rank, pair := range merges {

@@ -205,6 +205,11 @@ func (v *ggufVocab) spec() (*spec, error) {
 	if !ok {
 		return nil, &fieldError{"tokenizer.ggml.pre", &UnsupportedError{Part: "pre-tokenizer", Name: v.pre}}
 	}
+	for key, id := range map[string]int32{"bos_token_id": v.bos, "eos_token_id": v.eos} {
+		if int(id) >= len(v.tokens) {
+			return nil, &fieldError{"tokenizer.ggml." + key, fmt.Errorf("%d is outside the vocabulary of %d", id, len(v.tokens))}
+		}
+	}
 	s := &spec{vocab: make(map[string]int32, len(v.tokens)), byteLevel: true, ignore: pre.ignoreMerges}
 	if err := v.addTokens(s); err != nil {
 		return nil, err

@@ -4,12 +4,17 @@ import (
 	"fmt"
 	"strings"
 	"time"
+	"unicode/utf8"
 
 	"github.com/dlclark/regexp2/v2"
 )
 
 // regexpTimeout bounds the search for one match: a pattern from a file may backtrack without end.
 const regexpTimeout = 5 * time.Second
+
+// regexpStack is how many positions (of 8 bytes) the search for one match may remember: a repeated group
+// takes a few for each character of a long run.
+const regexpStack = 8 << 20
 
 // compileRegexp compiles a pattern in the dialect of Oniguruma, which tokenizer.json files are written in,
 // for an engine that has .NET's.
@@ -19,7 +24,7 @@ func compileRegexp(expr string) (*regexp2.Regexp, error) {
 		return nil, err
 	}
 	// In Oniguruma's default syntax ^ and $ are the ends of lines.
-	re, err := regexp2.Compile(translated, regexp2.Multiline)
+	re, err := regexp2.Compile(translated, regexp2.Multiline, regexp2.OptionMaxBacktrackingStackSize(regexpStack))
 	if err != nil {
 		return nil, fmt.Errorf("pattern %q: %w", expr, err)
 	}
@@ -32,7 +37,7 @@ const wordClass = `\p{L}\p{M}\p{N}\p{Pc}`
 
 // translateRegexp spells out word classes and rewrites the quantifiers that end in +, which .NET does not have.
 func translateRegexp(expr string) (string, error) {
-	const maxPattern = 64 << 10
+	const maxPattern, maxPatternNested = 64 << 10, 100
 	if len(expr) > maxPattern {
 		return "", fmt.Errorf("pattern of %d bytes: %w", len(expr), ErrLimit)
 	}
@@ -40,25 +45,14 @@ func translateRegexp(expr string) (string, error) {
 	var groups []int // where in out the open groups begin
 	atom := 0        // where in out the last atom begins
 	for i := 0; i < len(expr); {
-		quantifier := quantifierLen(expr[i:])
-		if quantifier > 0 {
-			text := expr[i : i+quantifier]
-			i += quantifier
-			if i >= len(expr) || expr[i] != '+' {
-				out.WriteString(text)
-				continue
-			}
-			open := "(?:" // {1,3}+ repeats the repetition
-			if len(text) == 1 {
-				open = "(?>" // ++ gives nothing back
+		if n := quantifierLen(expr[i:]); n > 0 {
+			i += n
+			if writeQuantifier(&out, atom, expr[i-n:i], expr[i:]) {
 				i++
 			}
-			whole := out.String()
-			out.Reset()
-			out.WriteString(whole[:atom] + open + whole[atom:] + text + ")")
 			continue
 		}
-		start := out.Len()
+		atom = out.Len()
 		switch c := expr[i]; c {
 		case '[':
 			n, err := translateClass(&out, expr[i:])
@@ -66,35 +60,45 @@ func translateRegexp(expr string) (string, error) {
 				return "", err
 			}
 			i += n
+			continue
 		case '\\':
 			n := escapeLen(expr[i:])
 			out.WriteString(wordEscape(expr[i : i+n]))
 			i += n
+			continue
 		case '(':
-			if len(groups) >= maxTemplateNested {
-				return "", fmt.Errorf("pattern with groups nested deeper than %d: %w", maxTemplateNested, ErrLimit)
+			if len(groups) >= maxPatternNested {
+				return "", fmt.Errorf("pattern with groups nested deeper than %d: %w", maxPatternNested, ErrLimit)
 			}
-			groups = append(groups, start)
-			out.WriteByte(c)
-			i++
+			groups = append(groups, atom)
 		case ')':
 			if n := len(groups); n > 0 {
-				start = groups[n-1]
-				groups = groups[:n-1]
-			}
-			out.WriteByte(c)
-			i++
-		default:
-			out.WriteByte(c)
-			i++
-			for i < len(expr) && expr[i]&0xc0 == 0x80 { // the rest of a character
-				out.WriteByte(expr[i])
-				i++
+				atom, groups = groups[n-1], groups[:n-1]
 			}
 		}
-		atom = start
+		_, n := utf8.DecodeRuneInString(expr[i:])
+		out.WriteString(expr[i : i+n])
+		i += n
 	}
 	return out.String(), nil
+}
+
+// writeQuantifier writes a quantifier of the atom that begins at out[atom:], and tells whether it took the
+// plus that comes after it.
+func writeQuantifier(out *strings.Builder, atom int, quantifier, after string) bool {
+	if !strings.HasPrefix(after, "+") {
+		out.WriteString(quantifier)
+		return false
+	}
+	open := "(?:" // {1,3}+ repeats the repetition
+	possessive := len(quantifier) == 1
+	if possessive {
+		open = "(?>" // ++ gives nothing back
+	}
+	whole := out.String()
+	out.Reset()
+	out.WriteString(whole[:atom] + open + whole[atom:] + quantifier + ")")
+	return possessive
 }
 
 // quantifierLen measures a quantifier at the start of s, or gives 0.

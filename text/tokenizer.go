@@ -227,6 +227,7 @@ type decoding struct {
 const (
 	maxVocab  = 1 << 21
 	maxMerges = 1 << 22
+	maxHoles  = 1 << 16 // ids without a token, beyond as many as there are tokens
 )
 
 // fieldError carries the field at fault up to who knows the file.
@@ -281,6 +282,9 @@ func (s *spec) size() (int, error) {
 		if err := check(fmt.Sprintf("added_tokens[%d].id", i), s.added[i].ID); err != nil {
 			return 0, err
 		}
+	}
+	if entries := len(s.vocab) + len(s.added); int(last) >= 2*entries+maxHoles {
+		return 0, &fieldError{"model.vocab", fmt.Errorf("%d tokens with ids up to %d leave too many ids unused: %w", entries, last, ErrLimit)}
 	}
 	return int(last) + 1, nil
 }
