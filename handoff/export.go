@@ -25,6 +25,7 @@ type export struct {
 	pushes    []*leg // not safe yet
 	aborted   bool   // the other side waits for a RequestAborted
 	silent    bool
+	stale     bool // somebody else was given blocks of it, and that was reported
 }
 
 func (c *Core) retain(e Retain) {
@@ -71,10 +72,31 @@ func (c *Core) ranges(rank int, blocks []int32) []Range {
 }
 
 func (c *Core) offer(x *export) {
+	if err := c.verify(x.pin); err != nil {
+		x.stale = true
+		c.fail(x.id, wire.CodeUnavailable, true, "its KV cannot be offered: %v", err)
+		c.release(x)
+		return
+	}
+	generations := make(wire.Tokens, len(x.pin.Generations()))
+	for i, g := range x.pin.Generations() {
+		generations[i] = int32(g)
+	}
 	c.stats.Exported++
 	c.act(Offer{ID: x.id, Export: &wire.Export{
 		Handoff: x.handoff, Capability: x.capability, Blocks: slices.Clone(x.pin.Blocks()), Tokens: x.tokens,
+		Generations: generations,
 	}})
+}
+
+// verify makes sure that nobody else was given blocks which are held here. If somebody was, the engine has
+// broken a rule of its own, and no token may come of it.
+func (c *Core) verify(held interface{ Verify() error }) error {
+	err := held.Verify()
+	if err != nil {
+		c.stats.Stale++
+	}
+	return err
 }
 
 func (c *Core) export(handoff uint64) *export {
@@ -115,6 +137,11 @@ func (c *Core) push(e Push) {
 	}
 	if err != nil {
 		c.fail(m.ID, wire.CodeInternal, true, "its KV cannot be sent: %v", err)
+		return
+	}
+	if err := c.verify(x.pin); err != nil {
+		x.stale = true
+		c.fail(m.ID, wire.CodeUnavailable, true, "its KV cannot be sent: %v", err)
 		return
 	}
 	from := x.pin.Blocks()[m.CachedBlocks:]
@@ -214,6 +241,11 @@ func (c *Core) revoked(e Revoked) {
 func (c *Core) settleRelease(x *export) {
 	if !x.releasing || len(x.pushes) > 0 || slices.Contains(x.readable, true) {
 		return
+	}
+	if !x.stale {
+		if err := c.verify(x.pin); err != nil && !x.silent {
+			c.fail(x.id, wire.CodeUnavailable, true, "what was read as its KV may be another's: %v", err)
+		}
 	}
 	x.pin.Release()
 	c.exports = slices.DeleteFunc(c.exports, func(o *export) bool { return o == x })

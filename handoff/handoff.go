@@ -21,7 +21,8 @@
 //
 // Source blocks stay pinned until the export is released and the backend says that nothing reads them any
 // more. Destination blocks of a transfer that ended badly stay in quarantine until it says that nothing
-// writes them any more. Neither ever depends on a timeout.
+// writes them any more. Neither ever depends on a timeout. Should a block be given to somebody else all
+// the same, its generation tells, and the request fails rather than using it.
 package handoff
 
 import (
@@ -229,6 +230,9 @@ type Stats struct {
 	BlocksMoved  uint64
 	BlocksReused uint64 // blocks of imported prompts that were cached already
 	BytesMoved   uint64 // as the backend counted them
+	// Stale counts exports and imports that failed since a block of theirs had been given to somebody else:
+	// always 0, unless this engine is at fault.
+	Stale uint64
 }
 
 // Stats returns the counts.

@@ -75,6 +75,9 @@ func (c *Core) checkImport(m *importing) error {
 	if err := checkBlocks(source.Export.Blocks); err != nil {
 		return err
 	}
+	if n := len(source.Export.Generations); n != len(source.Export.Blocks) {
+		return fmt.Errorf("the source names %d generations for %d blocks", n, len(source.Export.Blocks))
+	}
 	return checkTemplate(m.template, len(source.Ranks), len(c.config.BlockBytes))
 }
 
@@ -200,6 +203,12 @@ func (c *Core) importSettled(l *leg, e Settled) {
 // scheduler takes to find room.
 func (c *Core) complete(m *importing) {
 	c.unmove(m)
+	if err := c.verify(m.table); err != nil {
+		m.table.Close()
+		c.retry = true
+		c.fail(m.id(), wire.CodeUnavailable, true, "its KV cannot be used: %v", err)
+		return
+	}
 	m.table.Commit(m.tokens[m.table.Cached():])
 	moved := len(m.message.Source.Export.Blocks) - m.reused
 	c.stats.Imported++

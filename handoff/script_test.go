@@ -145,6 +145,19 @@ func (s *script) command(e *side, name string, a args) string {
 	case "finish":
 		e.running[a.text("prompt")].Close()
 		return ""
+	case "steal": // break the rules: give up the blocks of an export or of an import, then let somebody take them
+		for _, x := range e.core.exports {
+			if x.id == id {
+				x.pin.Release()
+			}
+		}
+		for _, m := range e.core.moving {
+			if m.id() == id {
+				m.table.Close()
+			}
+		}
+		s.compute(e, a.text("prompt")).Close()
+		return ""
 	case "stats":
 		return fmt.Sprintf("%+v\n%+v\n", e.core.Stats(), e.pool.Stats())
 	}
@@ -199,6 +212,9 @@ func (s *script) importEvent(id uint64, a args) Import {
 	if a.has("source-tokens") {
 		m.Source.Export.Tokens = a.int("source-tokens", 0)
 	}
+	if a.has("generations") {
+		m.Source.Export.Generations = m.Source.Export.Generations[:a.int("generations", 0)]
+	}
 	return Import{
 		Message: m, Capacity: a.int("capacity", len(m.Prompt)+4), Version: uint64(a.int("version", 0)),
 		Template: s.template(s.p, s.d),
@@ -238,6 +254,11 @@ func (s *script) describe(e *side, action Action) string {
 		return fmt.Sprintf("open-export handoff=%d rank=%d capability=%s ranges=%v", a.Handoff, a.Rank, a.Capability, a.Ranges)
 	case Offer:
 		e.offers[a.ID] = a.Export
+		for i, id := range a.Export.Blocks {
+			if uint32(a.Export.Generations[i]) != e.pool.Generation(id) {
+				return fmt.Sprintf("offer id=%d with generations %v of %v", a.ID, a.Export.Generations, a.Export.Blocks)
+			}
+		}
 		return fmt.Sprintf("offer id=%d handoff=%d tokens=%d blocks=%v", a.ID, a.Export.Handoff, a.Export.Tokens, a.Export.Blocks)
 	case StartPush:
 		return fmt.Sprintf("start-push transfer=%d rank=%d to=%s tag=%q copies=%v", a.Transfer, a.Rank, a.Peer, a.Tag, a.Copies)

@@ -679,6 +679,9 @@ func TestGenerationAndOrder(t *testing.T) {
 	pin := a.Pin(2)
 	a.Close()
 	pin.Release()
+	if a.Verify() == nil {
+		t.Error("a closed table holds its blocks")
+	}
 	b := open(t, p, OpenRequest{Prompt: sequence(15)})
 	var stale *StaleError
 	if err := pin.Verify(); !errors.As(err, &stale) || *stale != (StaleError{Block: 0, Held: 1, Now: 2}) {

@@ -330,7 +330,12 @@ func (t *Table) Slot(position int) int32 {
 
 // Verify makes sure that no block was handed out again since the table got it; otherwise it returns a
 // *StaleError. It cannot fail while everybody keeps to the rules, so it guards against those who do not.
-func (t *Table) Verify() error { return t.pool.verify(t.blocks, t.generations) }
+func (t *Table) Verify() error {
+	if t.closed {
+		return fmt.Errorf("kvcache: the table of request %d is closed: it holds nothing", t.owner)
+	}
+	return t.pool.verify(t.blocks, t.generations)
+}
 
 // Pin holds the first n allocated blocks beyond the table's life.
 func (t *Table) Pin(n int) *Pin {

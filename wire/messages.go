@@ -200,6 +200,9 @@ type Export struct {
 	Capability []byte // shown by whoever reads the blocks
 	Blocks     Tokens // block ids that hold the prompt, in order, the partial last one included
 	Tokens     int    // prompt tokens whose KV they hold
+	// Generations are those of Blocks, as uint32 bits: how often the engine had handed each out. An engine
+	// verifies them before and after it lets the blocks be read.
+	Generations Tokens
 }
 
 // Stats tell what a leg did and how long it took, in seconds.

@@ -372,8 +372,8 @@ func (z *EngineReplyPartial) Msgsize() (s int) {
 // MarshalMsg implements msgp.Marshaler
 func (z *Export) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
-	// array header, size 4
-	o = append(o, 0x94)
+	// array header, size 5
+	o = append(o, 0x95)
 	o = msgp.AppendUint64(o, z.Handoff)
 	o = msgp.AppendBytes(o, z.Capability)
 	o, err = z.Blocks.MarshalMsg(o)
@@ -382,6 +382,11 @@ func (z *Export) MarshalMsg(b []byte) (o []byte, err error) {
 		return
 	}
 	o = msgp.AppendInt(o, z.Tokens)
+	o, err = z.Generations.MarshalMsg(o)
+	if err != nil {
+		err = msgp.WrapError(err, "Generations")
+		return
+	}
 	return
 }
 
@@ -426,6 +431,14 @@ func (z *Export) UnmarshalMsg(bts []byte) (o []byte, err error) {
 		if zb0001--; zb0001 == 0 {
 			break
 		}
+		bts, err = z.Generations.UnmarshalMsg(bts)
+		if err != nil {
+			err = msgp.WrapError(err, "Generations")
+			return
+		}
+		if zb0001--; zb0001 == 0 {
+			break
+		}
 		for ; zb0001 > 0; zb0001-- {
 			bts, err = msgp.Skip(bts)
 			if err != nil {
@@ -440,7 +453,7 @@ func (z *Export) UnmarshalMsg(bts []byte) (o []byte, err error) {
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *Export) Msgsize() (s int) {
-	s = 1 + msgp.Uint64Size + msgp.BytesPrefixSize + len(z.Capability) + z.Blocks.Msgsize() + msgp.IntSize
+	s = 1 + msgp.Uint64Size + msgp.BytesPrefixSize + len(z.Capability) + z.Blocks.Msgsize() + msgp.IntSize + z.Generations.Msgsize()
 	return
 }
 
