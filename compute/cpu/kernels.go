@@ -29,9 +29,10 @@ type kernels struct {
 	// expand converts rows of weights to f32; n is a multiple of the type's block.
 	expand [tensor.Q8_0 + 1]func(dst *float32, dstStride int, src *byte, srcStride, rows, n int)
 
-	// gemv multiplies 4*groups rows of weights in their own type by one vector of k elements, a multiple
-	// of 32, and writes 4*groups dot products. nil where the type has no fused kernel.
-	gemv [tensor.Q8_0 + 1]func(out *float32, w *byte, wStride int, x *float32, groups, k int)
+	// gemv multiplies 4*groups rows of weights in their own type by one vector. A row has segments of k
+	// elements, a multiple of 32, each with a product of its own: those of segment s go to the
+	// 4*groups elements of out at s*outStride. nil where the type has no fused kernel.
+	gemv [tensor.Q8_0 + 1]func(out *float32, outStride int, w *byte, wStride int, x *float32, groups, segments, k int)
 
 	// finish writes part (+ bias, unless nil) to dst, or adds that to dst when residual is not 0.
 	finish func(dst *float32, dstStride int, part *float32, partStride int, bias *float32, rows, n, residual int)

@@ -34,7 +34,7 @@ var avx2Kernels = kernels{
 		tensor.Q5_1: expandQ5_1AVX2,
 		tensor.Q8_0: expandQ8_0AVX2,
 	},
-	gemv: [tensor.Q8_0 + 1]func(*float32, *byte, int, *float32, int, int){
+	gemv: [tensor.Q8_0 + 1]func(*float32, int, *byte, int, *float32, int, int, int){
 		tensor.F32:  gemvF32AVX2,
 		tensor.F16:  gemvF16AVX2,
 		tensor.BF16: gemvBF16AVX2,

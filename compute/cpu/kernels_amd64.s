@@ -535,7 +535,7 @@ done:
 	RET
 
 // func expandF32AVX2(dst *float32, dstStride int, src *byte, srcStride int, rows int, n int)
-// Requires: AVX
+// Requires: AVX, MMX+
 TEXT ·expandF32AVX2(SB), NOSPLIT, $0-48
 	MOVQ  dst+0(FP), AX
 	MOVQ  dstStride+8(FP), CX
@@ -544,6 +544,8 @@ TEXT ·expandF32AVX2(SB), NOSPLIT, $0-48
 	MOVQ  rows+32(FP), SI
 	MOVQ  n+40(FP), DI
 	SHRQ  $0x03, DI
+	MOVQ  SI, R11
+	IMULQ BX, R11
 	TESTQ SI, SI
 	JZ    row_end
 
@@ -555,12 +557,13 @@ row:
 	JZ    step_end
 
 step:
-	VMOVUPS (R9), Y0
-	VMOVUPS Y0, (R8)
-	ADDQ    $0x20, R9
-	ADDQ    $0x20, R8
-	DECQ    R10
-	JNZ     step
+	PREFETCHT0 (R9)(R11*1)
+	VMOVUPS    (R9), Y0
+	VMOVUPS    Y0, (R8)
+	ADDQ       $0x20, R9
+	ADDQ       $0x20, R8
+	DECQ       R10
+	JNZ        step
 
 step_end:
 	ADDQ CX, AX
@@ -573,7 +576,7 @@ row_end:
 	RET
 
 // func expandF16AVX2(dst *float32, dstStride int, src *byte, srcStride int, rows int, n int)
-// Requires: AVX, F16C
+// Requires: AVX, F16C, MMX+
 TEXT ·expandF16AVX2(SB), NOSPLIT, $0-48
 	MOVQ  dst+0(FP), AX
 	MOVQ  dstStride+8(FP), CX
@@ -582,6 +585,8 @@ TEXT ·expandF16AVX2(SB), NOSPLIT, $0-48
 	MOVQ  rows+32(FP), SI
 	MOVQ  n+40(FP), DI
 	SHRQ  $0x03, DI
+	MOVQ  SI, R11
+	IMULQ BX, R11
 	TESTQ SI, SI
 	JZ    row_end
 
@@ -593,12 +598,13 @@ row:
 	JZ    step_end
 
 step:
-	VCVTPH2PS (R9), Y0
-	VMOVUPS   Y0, (R8)
-	ADDQ      $0x10, R9
-	ADDQ      $0x20, R8
-	DECQ      R10
-	JNZ       step
+	PREFETCHT0 (R9)(R11*1)
+	VCVTPH2PS  (R9), Y0
+	VMOVUPS    Y0, (R8)
+	ADDQ       $0x10, R9
+	ADDQ       $0x20, R8
+	DECQ       R10
+	JNZ        step
 
 step_end:
 	ADDQ CX, AX
@@ -611,7 +617,7 @@ row_end:
 	RET
 
 // func expandBF16AVX2(dst *float32, dstStride int, src *byte, srcStride int, rows int, n int)
-// Requires: AVX, AVX2
+// Requires: AVX, AVX2, MMX+
 TEXT ·expandBF16AVX2(SB), NOSPLIT, $0-48
 	MOVQ  dst+0(FP), AX
 	MOVQ  dstStride+8(FP), CX
@@ -620,6 +626,8 @@ TEXT ·expandBF16AVX2(SB), NOSPLIT, $0-48
 	MOVQ  rows+32(FP), SI
 	MOVQ  n+40(FP), DI
 	SHRQ  $0x03, DI
+	MOVQ  SI, R11
+	IMULQ BX, R11
 	TESTQ SI, SI
 	JZ    row_end
 
@@ -631,13 +639,14 @@ row:
 	JZ    step_end
 
 step:
-	VPMOVZXWD (R9), Y0
-	VPSLLD    $0x10, Y0, Y0
-	VMOVUPS   Y0, (R8)
-	ADDQ      $0x10, R9
-	ADDQ      $0x20, R8
-	DECQ      R10
-	JNZ       step
+	PREFETCHT0 (R9)(R11*1)
+	VPMOVZXWD  (R9), Y0
+	VPSLLD     $0x10, Y0, Y0
+	VMOVUPS    Y0, (R8)
+	ADDQ       $0x10, R9
+	ADDQ       $0x20, R8
+	DECQ       R10
+	JNZ        step
 
 step_end:
 	ADDQ CX, AX
@@ -650,7 +659,7 @@ row_end:
 	RET
 
 // func expandQ8_0AVX2(dst *float32, dstStride int, src *byte, srcStride int, rows int, n int)
-// Requires: AVX, AVX2, F16C
+// Requires: AVX, AVX2, F16C, MMX+
 TEXT ·expandQ8_0AVX2(SB), NOSPLIT, $0-48
 	MOVQ  dst+0(FP), AX
 	MOVQ  dstStride+8(FP), CX
@@ -659,6 +668,8 @@ TEXT ·expandQ8_0AVX2(SB), NOSPLIT, $0-48
 	MOVQ  rows+32(FP), SI
 	MOVQ  n+40(FP), DI
 	SHRQ  $0x05, DI
+	MOVQ  SI, R11
+	IMULQ BX, R11
 	TESTQ SI, SI
 	JZ    row_end
 
@@ -670,6 +681,7 @@ row:
 	JZ    step_end
 
 step:
+	PREFETCHT0   (R9)(R11*1)
 	VPBROADCASTW (R9), X0
 	VCVTPH2PS    X0, Y0
 	VPMOVSXBD    2(R9), Y1
@@ -704,7 +716,7 @@ row_end:
 	RET
 
 // func expandQ4_0AVX2(dst *float32, dstStride int, src *byte, srcStride int, rows int, n int)
-// Requires: AVX, AVX2, F16C
+// Requires: AVX, AVX2, F16C, MMX+
 TEXT ·expandQ4_0AVX2(SB), NOSPLIT, $0-48
 	MOVQ  dst+0(FP), AX
 	MOVQ  dstStride+8(FP), CX
@@ -713,6 +725,8 @@ TEXT ·expandQ4_0AVX2(SB), NOSPLIT, $0-48
 	MOVQ  rows+32(FP), SI
 	MOVQ  n+40(FP), DI
 	SHRQ  $0x05, DI
+	MOVQ  SI, R11
+	IMULQ BX, R11
 	TESTQ SI, SI
 	JZ    row_end
 
@@ -724,6 +738,7 @@ row:
 	JZ    step_end
 
 step:
+	PREFETCHT0   (R9)(R11*1)
 	VPBROADCASTW (R9), X0
 	VCVTPH2PS    X0, Y0
 	VPMOVZXBD    2(R9), Y2
@@ -784,7 +799,7 @@ DATA eight<>+28(SB)/4, $0x00000008
 GLOBL eight<>(SB), RODATA|NOPTR, $32
 
 // func expandQ4_1AVX2(dst *float32, dstStride int, src *byte, srcStride int, rows int, n int)
-// Requires: AVX, AVX2, F16C, FMA3
+// Requires: AVX, AVX2, F16C, FMA3, MMX+
 TEXT ·expandQ4_1AVX2(SB), NOSPLIT, $0-48
 	MOVQ  dst+0(FP), AX
 	MOVQ  dstStride+8(FP), CX
@@ -793,6 +808,8 @@ TEXT ·expandQ4_1AVX2(SB), NOSPLIT, $0-48
 	MOVQ  rows+32(FP), SI
 	MOVQ  n+40(FP), DI
 	SHRQ  $0x05, DI
+	MOVQ  SI, R11
+	IMULQ BX, R11
 	TESTQ SI, SI
 	JZ    row_end
 
@@ -804,6 +821,7 @@ row:
 	JZ    step_end
 
 step:
+	PREFETCHT0   (R9)(R11*1)
 	VPBROADCASTW (R9), X0
 	VCVTPH2PS    X0, Y0
 	VPBROADCASTW 2(R9), X1
@@ -842,7 +860,7 @@ row_end:
 	RET
 
 // func expandQ5_0AVX2(dst *float32, dstStride int, src *byte, srcStride int, rows int, n int)
-// Requires: AVX, AVX2, F16C
+// Requires: AVX, AVX2, F16C, MMX+
 TEXT ·expandQ5_0AVX2(SB), NOSPLIT, $0-48
 	MOVQ  dst+0(FP), AX
 	MOVQ  dstStride+8(FP), CX
@@ -851,6 +869,8 @@ TEXT ·expandQ5_0AVX2(SB), NOSPLIT, $0-48
 	MOVQ  rows+32(FP), SI
 	MOVQ  n+40(FP), DI
 	SHRQ  $0x05, DI
+	MOVQ  SI, R11
+	IMULQ BX, R11
 	TESTQ SI, SI
 	JZ    row_end
 
@@ -862,6 +882,7 @@ row:
 	JZ    step_end
 
 step:
+	PREFETCHT0   (R9)(R11*1)
 	VPBROADCASTW (R9), X0
 	VCVTPH2PS    X0, Y0
 	VPBROADCASTD 2(R9), Y1
@@ -966,7 +987,7 @@ DATA iota20<>+28(SB)/4, $0x0000001b
 GLOBL iota20<>(SB), RODATA|NOPTR, $32
 
 // func expandQ5_1AVX2(dst *float32, dstStride int, src *byte, srcStride int, rows int, n int)
-// Requires: AVX, AVX2, F16C, FMA3
+// Requires: AVX, AVX2, F16C, FMA3, MMX+
 TEXT ·expandQ5_1AVX2(SB), NOSPLIT, $0-48
 	MOVQ  dst+0(FP), AX
 	MOVQ  dstStride+8(FP), CX
@@ -975,6 +996,8 @@ TEXT ·expandQ5_1AVX2(SB), NOSPLIT, $0-48
 	MOVQ  rows+32(FP), SI
 	MOVQ  n+40(FP), DI
 	SHRQ  $0x05, DI
+	MOVQ  SI, R11
+	IMULQ BX, R11
 	TESTQ SI, SI
 	JZ    row_end
 
@@ -986,6 +1009,7 @@ row:
 	JZ    step_end
 
 step:
+	PREFETCHT0   (R9)(R11*1)
 	VPBROADCASTW (R9), X0
 	VCVTPH2PS    X0, Y0
 	VPBROADCASTW 2(R9), X1
@@ -1037,27 +1061,37 @@ row_end:
 	VZEROUPPER
 	RET
 
-// func gemvF32AVX2(out *float32, w *byte, wStride int, x *float32, groups int, k int)
-// Requires: AVX, FMA3
-TEXT ·gemvF32AVX2(SB), NOSPLIT, $0-48
+// func gemvF32AVX2(out *float32, outStride int, w *byte, wStride int, x *float32, groups int, segments int, k int)
+// Requires: AVX, FMA3, MMX+
+TEXT ·gemvF32AVX2(SB), NOSPLIT, $0-64
 	MOVQ out+0(FP), AX
-	MOVQ w+8(FP), CX
-	MOVQ wStride+16(FP), DX
-	MOVQ x+24(FP), BX
-	MOVQ k+40(FP), SI
-	MOVQ groups+32(FP), R8
-	SHRQ $0x05, SI
-	LEAQ (DX)(DX*2), DI
+	MOVQ w+16(FP), CX
+	MOVQ wStride+24(FP), DX
+	MOVQ groups+40(FP), DI
+	LEAQ (DX)(DX*2), BX
+	MOVQ DX, SI
+	SHLQ $0x03, SI
+	CMPQ SI, $0x0000a000
+	JLE  rows
+	MOVQ $0x00000400, SI
 
+rows:
 eight:
-	CMPQ   R8, $0x02
-	JL     four
-	MOVQ   CX, R9
-	LEAQ   (CX)(DX*4), CX
-	MOVQ   CX, R10
-	LEAQ   (CX)(DX*4), CX
-	MOVQ   BX, R11
-	MOVQ   SI, R12
+	CMPQ  DI, $0x02
+	JL    four
+	MOVQ  CX, R8
+	LEAQ  (CX)(DX*4), CX
+	MOVQ  CX, R9
+	LEAQ  (CX)(DX*4), CX
+	MOVQ  AX, R10
+	MOVQ  x+32(FP), R11
+	MOVQ  segments+48(FP), R13
+	TESTQ R13, R13
+	JZ    eight_segment_end
+
+eight_segment:
+	MOVQ   k+56(FP), R12
+	SHRQ   $0x05, R12
 	VXORPS Y0, Y0, Y0
 	VXORPS Y1, Y1, Y1
 	VXORPS Y2, Y2, Y2
@@ -1070,80 +1104,98 @@ eight:
 	JZ     eight_step_end
 
 eight_step:
+	LEAQ        (R8)(SI*1), R14
+	PREFETCHT0  (R14)
+	PREFETCHT0  64(R14)
+	PREFETCHT0  (R14)(DX*1)
+	PREFETCHT0  64(R14)(DX*1)
+	PREFETCHT0  (R14)(DX*2)
+	PREFETCHT0  64(R14)(DX*2)
+	PREFETCHT0  (R14)(BX*1)
+	PREFETCHT0  64(R14)(BX*1)
+	LEAQ        (R9)(SI*1), R14
+	PREFETCHT0  (R14)
+	PREFETCHT0  64(R14)
+	PREFETCHT0  (R14)(DX*1)
+	PREFETCHT0  64(R14)(DX*1)
+	PREFETCHT0  (R14)(DX*2)
+	PREFETCHT0  64(R14)(DX*2)
+	PREFETCHT0  (R14)(BX*1)
+	PREFETCHT0  64(R14)(BX*1)
+	VMOVUPS     (R11), Y8
+	VMOVUPS     (R8), Y9
+	VFMADD231PS Y8, Y9, Y0
+	VMOVUPS     (R8)(DX*1), Y9
+	VFMADD231PS Y8, Y9, Y1
+	VMOVUPS     (R8)(DX*2), Y9
+	VFMADD231PS Y8, Y9, Y2
+	VMOVUPS     (R8)(BX*1), Y9
+	VFMADD231PS Y8, Y9, Y3
+	VMOVUPS     32(R11), Y8
+	VMOVUPS     32(R8), Y9
+	VFMADD231PS Y8, Y9, Y0
+	VMOVUPS     32(R8)(DX*1), Y9
+	VFMADD231PS Y8, Y9, Y1
+	VMOVUPS     32(R8)(DX*2), Y9
+	VFMADD231PS Y8, Y9, Y2
+	VMOVUPS     32(R8)(BX*1), Y9
+	VFMADD231PS Y8, Y9, Y3
+	VMOVUPS     64(R11), Y8
+	VMOVUPS     64(R8), Y9
+	VFMADD231PS Y8, Y9, Y0
+	VMOVUPS     64(R8)(DX*1), Y9
+	VFMADD231PS Y8, Y9, Y1
+	VMOVUPS     64(R8)(DX*2), Y9
+	VFMADD231PS Y8, Y9, Y2
+	VMOVUPS     64(R8)(BX*1), Y9
+	VFMADD231PS Y8, Y9, Y3
+	VMOVUPS     96(R11), Y8
+	VMOVUPS     96(R8), Y9
+	VFMADD231PS Y8, Y9, Y0
+	VMOVUPS     96(R8)(DX*1), Y9
+	VFMADD231PS Y8, Y9, Y1
+	VMOVUPS     96(R8)(DX*2), Y9
+	VFMADD231PS Y8, Y9, Y2
+	VMOVUPS     96(R8)(BX*1), Y9
+	VFMADD231PS Y8, Y9, Y3
 	VMOVUPS     (R11), Y8
 	VMOVUPS     (R9), Y9
-	VFMADD231PS Y8, Y9, Y0
+	VFMADD231PS Y8, Y9, Y4
 	VMOVUPS     (R9)(DX*1), Y9
-	VFMADD231PS Y8, Y9, Y1
+	VFMADD231PS Y8, Y9, Y5
 	VMOVUPS     (R9)(DX*2), Y9
-	VFMADD231PS Y8, Y9, Y2
-	VMOVUPS     (R9)(DI*1), Y9
-	VFMADD231PS Y8, Y9, Y3
+	VFMADD231PS Y8, Y9, Y6
+	VMOVUPS     (R9)(BX*1), Y9
+	VFMADD231PS Y8, Y9, Y7
 	VMOVUPS     32(R11), Y8
 	VMOVUPS     32(R9), Y9
-	VFMADD231PS Y8, Y9, Y0
+	VFMADD231PS Y8, Y9, Y4
 	VMOVUPS     32(R9)(DX*1), Y9
-	VFMADD231PS Y8, Y9, Y1
+	VFMADD231PS Y8, Y9, Y5
 	VMOVUPS     32(R9)(DX*2), Y9
-	VFMADD231PS Y8, Y9, Y2
-	VMOVUPS     32(R9)(DI*1), Y9
-	VFMADD231PS Y8, Y9, Y3
+	VFMADD231PS Y8, Y9, Y6
+	VMOVUPS     32(R9)(BX*1), Y9
+	VFMADD231PS Y8, Y9, Y7
 	VMOVUPS     64(R11), Y8
 	VMOVUPS     64(R9), Y9
-	VFMADD231PS Y8, Y9, Y0
+	VFMADD231PS Y8, Y9, Y4
 	VMOVUPS     64(R9)(DX*1), Y9
-	VFMADD231PS Y8, Y9, Y1
+	VFMADD231PS Y8, Y9, Y5
 	VMOVUPS     64(R9)(DX*2), Y9
-	VFMADD231PS Y8, Y9, Y2
-	VMOVUPS     64(R9)(DI*1), Y9
-	VFMADD231PS Y8, Y9, Y3
+	VFMADD231PS Y8, Y9, Y6
+	VMOVUPS     64(R9)(BX*1), Y9
+	VFMADD231PS Y8, Y9, Y7
 	VMOVUPS     96(R11), Y8
 	VMOVUPS     96(R9), Y9
-	VFMADD231PS Y8, Y9, Y0
+	VFMADD231PS Y8, Y9, Y4
 	VMOVUPS     96(R9)(DX*1), Y9
-	VFMADD231PS Y8, Y9, Y1
+	VFMADD231PS Y8, Y9, Y5
 	VMOVUPS     96(R9)(DX*2), Y9
-	VFMADD231PS Y8, Y9, Y2
-	VMOVUPS     96(R9)(DI*1), Y9
-	VFMADD231PS Y8, Y9, Y3
-	VMOVUPS     (R11), Y8
-	VMOVUPS     (R10), Y9
-	VFMADD231PS Y8, Y9, Y4
-	VMOVUPS     (R10)(DX*1), Y9
-	VFMADD231PS Y8, Y9, Y5
-	VMOVUPS     (R10)(DX*2), Y9
 	VFMADD231PS Y8, Y9, Y6
-	VMOVUPS     (R10)(DI*1), Y9
+	VMOVUPS     96(R9)(BX*1), Y9
 	VFMADD231PS Y8, Y9, Y7
-	VMOVUPS     32(R11), Y8
-	VMOVUPS     32(R10), Y9
-	VFMADD231PS Y8, Y9, Y4
-	VMOVUPS     32(R10)(DX*1), Y9
-	VFMADD231PS Y8, Y9, Y5
-	VMOVUPS     32(R10)(DX*2), Y9
-	VFMADD231PS Y8, Y9, Y6
-	VMOVUPS     32(R10)(DI*1), Y9
-	VFMADD231PS Y8, Y9, Y7
-	VMOVUPS     64(R11), Y8
-	VMOVUPS     64(R10), Y9
-	VFMADD231PS Y8, Y9, Y4
-	VMOVUPS     64(R10)(DX*1), Y9
-	VFMADD231PS Y8, Y9, Y5
-	VMOVUPS     64(R10)(DX*2), Y9
-	VFMADD231PS Y8, Y9, Y6
-	VMOVUPS     64(R10)(DI*1), Y9
-	VFMADD231PS Y8, Y9, Y7
-	VMOVUPS     96(R11), Y8
-	VMOVUPS     96(R10), Y9
-	VFMADD231PS Y8, Y9, Y4
-	VMOVUPS     96(R10)(DX*1), Y9
-	VFMADD231PS Y8, Y9, Y5
-	VMOVUPS     96(R10)(DX*2), Y9
-	VFMADD231PS Y8, Y9, Y6
-	VMOVUPS     96(R10)(DI*1), Y9
-	VFMADD231PS Y8, Y9, Y7
+	ADDQ        $0x00000080, R8
 	ADDQ        $0x00000080, R9
-	ADDQ        $0x00000080, R10
 	ADDQ        $0x00000080, R11
 	DECQ        R12
 	JNZ         eight_step
@@ -1162,7 +1214,7 @@ eight_step_end:
 	VSHUFPS      $0x88, X1, X0, X2
 	VSHUFPS      $0xdd, X1, X0, X1
 	VADDPS       X1, X2, X2
-	VMOVUPS      X2, (AX)
+	VMOVUPS      X2, (R10)
 	VPERM2F128   $0x21, Y6, Y4, Y0
 	VBLENDPS     $0xf0, Y6, Y4, Y4
 	VADDPS       Y0, Y4, Y4
@@ -1176,18 +1228,30 @@ eight_step_end:
 	VSHUFPS      $0x88, X0, X4, X1
 	VSHUFPS      $0xdd, X0, X4, X0
 	VADDPS       X0, X1, X1
-	VMOVUPS      X1, 16(AX)
-	ADDQ         $0x20, AX
-	SUBQ         $0x02, R8
-	JMP          eight
+	VMOVUPS      X1, 16(R10)
+	ADDQ         outStride+8(FP), R10
+	DECQ         R13
+	JNZ          eight_segment
+
+eight_segment_end:
+	ADDQ $0x20, AX
+	SUBQ $0x02, DI
+	JMP  eight
 
 four:
-	TESTQ  R8, R8
-	JZ     none
-	MOVQ   CX, R9
-	LEAQ   (CX)(DX*4), CX
-	MOVQ   BX, R10
-	MOVQ   SI, R11
+	TESTQ DI, DI
+	JZ    none
+	MOVQ  CX, R8
+	LEAQ  (CX)(DX*4), CX
+	MOVQ  AX, R9
+	MOVQ  x+32(FP), R10
+	MOVQ  segments+48(FP), R12
+	TESTQ R12, R12
+	JZ    four_segment_end
+
+four_segment:
+	MOVQ   k+56(FP), R11
+	SHRQ   $0x05, R11
 	VXORPS Y0, Y0, Y0
 	VXORPS Y1, Y1, Y1
 	VXORPS Y2, Y2, Y2
@@ -1196,43 +1260,52 @@ four:
 	JZ     four_step_end
 
 four_step:
+	LEAQ        (R8)(SI*1), R13
+	PREFETCHT0  (R13)
+	PREFETCHT0  64(R13)
+	PREFETCHT0  (R13)(DX*1)
+	PREFETCHT0  64(R13)(DX*1)
+	PREFETCHT0  (R13)(DX*2)
+	PREFETCHT0  64(R13)(DX*2)
+	PREFETCHT0  (R13)(BX*1)
+	PREFETCHT0  64(R13)(BX*1)
 	VMOVUPS     (R10), Y4
-	VMOVUPS     (R9), Y5
+	VMOVUPS     (R8), Y5
 	VFMADD231PS Y4, Y5, Y0
-	VMOVUPS     (R9)(DX*1), Y5
+	VMOVUPS     (R8)(DX*1), Y5
 	VFMADD231PS Y4, Y5, Y1
-	VMOVUPS     (R9)(DX*2), Y5
+	VMOVUPS     (R8)(DX*2), Y5
 	VFMADD231PS Y4, Y5, Y2
-	VMOVUPS     (R9)(DI*1), Y5
+	VMOVUPS     (R8)(BX*1), Y5
 	VFMADD231PS Y4, Y5, Y3
 	VMOVUPS     32(R10), Y4
-	VMOVUPS     32(R9), Y5
+	VMOVUPS     32(R8), Y5
 	VFMADD231PS Y4, Y5, Y0
-	VMOVUPS     32(R9)(DX*1), Y5
+	VMOVUPS     32(R8)(DX*1), Y5
 	VFMADD231PS Y4, Y5, Y1
-	VMOVUPS     32(R9)(DX*2), Y5
+	VMOVUPS     32(R8)(DX*2), Y5
 	VFMADD231PS Y4, Y5, Y2
-	VMOVUPS     32(R9)(DI*1), Y5
+	VMOVUPS     32(R8)(BX*1), Y5
 	VFMADD231PS Y4, Y5, Y3
 	VMOVUPS     64(R10), Y4
-	VMOVUPS     64(R9), Y5
+	VMOVUPS     64(R8), Y5
 	VFMADD231PS Y4, Y5, Y0
-	VMOVUPS     64(R9)(DX*1), Y5
+	VMOVUPS     64(R8)(DX*1), Y5
 	VFMADD231PS Y4, Y5, Y1
-	VMOVUPS     64(R9)(DX*2), Y5
+	VMOVUPS     64(R8)(DX*2), Y5
 	VFMADD231PS Y4, Y5, Y2
-	VMOVUPS     64(R9)(DI*1), Y5
+	VMOVUPS     64(R8)(BX*1), Y5
 	VFMADD231PS Y4, Y5, Y3
 	VMOVUPS     96(R10), Y4
-	VMOVUPS     96(R9), Y5
+	VMOVUPS     96(R8), Y5
 	VFMADD231PS Y4, Y5, Y0
-	VMOVUPS     96(R9)(DX*1), Y5
+	VMOVUPS     96(R8)(DX*1), Y5
 	VFMADD231PS Y4, Y5, Y1
-	VMOVUPS     96(R9)(DX*2), Y5
+	VMOVUPS     96(R8)(DX*2), Y5
 	VFMADD231PS Y4, Y5, Y2
-	VMOVUPS     96(R9)(DI*1), Y5
+	VMOVUPS     96(R8)(BX*1), Y5
 	VFMADD231PS Y4, Y5, Y3
-	ADDQ        $0x00000080, R9
+	ADDQ        $0x00000080, R8
 	ADDQ        $0x00000080, R10
 	DECQ        R11
 	JNZ         four_step
@@ -1251,36 +1324,51 @@ four_step_end:
 	VSHUFPS      $0x88, X1, X0, X2
 	VSHUFPS      $0xdd, X1, X0, X1
 	VADDPS       X1, X2, X2
-	VMOVUPS      X2, (AX)
-	ADDQ         $0x10, AX
-	DECQ         R8
-	JMP          four
+	VMOVUPS      X2, (R9)
+	ADDQ         outStride+8(FP), R9
+	DECQ         R12
+	JNZ          four_segment
+
+four_segment_end:
+	ADDQ $0x10, AX
+	DECQ DI
+	JMP  four
 
 none:
 	VZEROUPPER
 	RET
 
-// func gemvF16AVX2(out *float32, w *byte, wStride int, x *float32, groups int, k int)
-// Requires: AVX, F16C, FMA3
-TEXT ·gemvF16AVX2(SB), NOSPLIT, $0-48
+// func gemvF16AVX2(out *float32, outStride int, w *byte, wStride int, x *float32, groups int, segments int, k int)
+// Requires: AVX, F16C, FMA3, MMX+
+TEXT ·gemvF16AVX2(SB), NOSPLIT, $0-64
 	MOVQ out+0(FP), AX
-	MOVQ w+8(FP), CX
-	MOVQ wStride+16(FP), DX
-	MOVQ x+24(FP), BX
-	MOVQ k+40(FP), SI
-	MOVQ groups+32(FP), R8
-	SHRQ $0x05, SI
-	LEAQ (DX)(DX*2), DI
+	MOVQ w+16(FP), CX
+	MOVQ wStride+24(FP), DX
+	MOVQ groups+40(FP), DI
+	LEAQ (DX)(DX*2), BX
+	MOVQ DX, SI
+	SHLQ $0x03, SI
+	CMPQ SI, $0x0000a000
+	JLE  rows
+	MOVQ $0x00000400, SI
 
+rows:
 eight:
-	CMPQ   R8, $0x02
-	JL     four
-	MOVQ   CX, R9
-	LEAQ   (CX)(DX*4), CX
-	MOVQ   CX, R10
-	LEAQ   (CX)(DX*4), CX
-	MOVQ   BX, R11
-	MOVQ   SI, R12
+	CMPQ  DI, $0x02
+	JL    four
+	MOVQ  CX, R8
+	LEAQ  (CX)(DX*4), CX
+	MOVQ  CX, R9
+	LEAQ  (CX)(DX*4), CX
+	MOVQ  AX, R10
+	MOVQ  x+32(FP), R11
+	MOVQ  segments+48(FP), R13
+	TESTQ R13, R13
+	JZ    eight_segment_end
+
+eight_segment:
+	MOVQ   k+56(FP), R12
+	SHRQ   $0x05, R12
 	VXORPS Y0, Y0, Y0
 	VXORPS Y1, Y1, Y1
 	VXORPS Y2, Y2, Y2
@@ -1293,80 +1381,90 @@ eight:
 	JZ     eight_step_end
 
 eight_step:
+	LEAQ        (R8)(SI*1), R14
+	PREFETCHT0  (R14)
+	PREFETCHT0  (R14)(DX*1)
+	PREFETCHT0  (R14)(DX*2)
+	PREFETCHT0  (R14)(BX*1)
+	LEAQ        (R9)(SI*1), R14
+	PREFETCHT0  (R14)
+	PREFETCHT0  (R14)(DX*1)
+	PREFETCHT0  (R14)(DX*2)
+	PREFETCHT0  (R14)(BX*1)
+	VMOVUPS     (R11), Y8
+	VCVTPH2PS   (R8), Y9
+	VFMADD231PS Y8, Y9, Y0
+	VCVTPH2PS   (R8)(DX*1), Y9
+	VFMADD231PS Y8, Y9, Y1
+	VCVTPH2PS   (R8)(DX*2), Y9
+	VFMADD231PS Y8, Y9, Y2
+	VCVTPH2PS   (R8)(BX*1), Y9
+	VFMADD231PS Y8, Y9, Y3
+	VMOVUPS     32(R11), Y8
+	VCVTPH2PS   16(R8), Y9
+	VFMADD231PS Y8, Y9, Y0
+	VCVTPH2PS   16(R8)(DX*1), Y9
+	VFMADD231PS Y8, Y9, Y1
+	VCVTPH2PS   16(R8)(DX*2), Y9
+	VFMADD231PS Y8, Y9, Y2
+	VCVTPH2PS   16(R8)(BX*1), Y9
+	VFMADD231PS Y8, Y9, Y3
+	VMOVUPS     64(R11), Y8
+	VCVTPH2PS   32(R8), Y9
+	VFMADD231PS Y8, Y9, Y0
+	VCVTPH2PS   32(R8)(DX*1), Y9
+	VFMADD231PS Y8, Y9, Y1
+	VCVTPH2PS   32(R8)(DX*2), Y9
+	VFMADD231PS Y8, Y9, Y2
+	VCVTPH2PS   32(R8)(BX*1), Y9
+	VFMADD231PS Y8, Y9, Y3
+	VMOVUPS     96(R11), Y8
+	VCVTPH2PS   48(R8), Y9
+	VFMADD231PS Y8, Y9, Y0
+	VCVTPH2PS   48(R8)(DX*1), Y9
+	VFMADD231PS Y8, Y9, Y1
+	VCVTPH2PS   48(R8)(DX*2), Y9
+	VFMADD231PS Y8, Y9, Y2
+	VCVTPH2PS   48(R8)(BX*1), Y9
+	VFMADD231PS Y8, Y9, Y3
 	VMOVUPS     (R11), Y8
 	VCVTPH2PS   (R9), Y9
-	VFMADD231PS Y8, Y9, Y0
+	VFMADD231PS Y8, Y9, Y4
 	VCVTPH2PS   (R9)(DX*1), Y9
-	VFMADD231PS Y8, Y9, Y1
+	VFMADD231PS Y8, Y9, Y5
 	VCVTPH2PS   (R9)(DX*2), Y9
-	VFMADD231PS Y8, Y9, Y2
-	VCVTPH2PS   (R9)(DI*1), Y9
-	VFMADD231PS Y8, Y9, Y3
+	VFMADD231PS Y8, Y9, Y6
+	VCVTPH2PS   (R9)(BX*1), Y9
+	VFMADD231PS Y8, Y9, Y7
 	VMOVUPS     32(R11), Y8
 	VCVTPH2PS   16(R9), Y9
-	VFMADD231PS Y8, Y9, Y0
+	VFMADD231PS Y8, Y9, Y4
 	VCVTPH2PS   16(R9)(DX*1), Y9
-	VFMADD231PS Y8, Y9, Y1
+	VFMADD231PS Y8, Y9, Y5
 	VCVTPH2PS   16(R9)(DX*2), Y9
-	VFMADD231PS Y8, Y9, Y2
-	VCVTPH2PS   16(R9)(DI*1), Y9
-	VFMADD231PS Y8, Y9, Y3
+	VFMADD231PS Y8, Y9, Y6
+	VCVTPH2PS   16(R9)(BX*1), Y9
+	VFMADD231PS Y8, Y9, Y7
 	VMOVUPS     64(R11), Y8
 	VCVTPH2PS   32(R9), Y9
-	VFMADD231PS Y8, Y9, Y0
+	VFMADD231PS Y8, Y9, Y4
 	VCVTPH2PS   32(R9)(DX*1), Y9
-	VFMADD231PS Y8, Y9, Y1
+	VFMADD231PS Y8, Y9, Y5
 	VCVTPH2PS   32(R9)(DX*2), Y9
-	VFMADD231PS Y8, Y9, Y2
-	VCVTPH2PS   32(R9)(DI*1), Y9
-	VFMADD231PS Y8, Y9, Y3
+	VFMADD231PS Y8, Y9, Y6
+	VCVTPH2PS   32(R9)(BX*1), Y9
+	VFMADD231PS Y8, Y9, Y7
 	VMOVUPS     96(R11), Y8
 	VCVTPH2PS   48(R9), Y9
-	VFMADD231PS Y8, Y9, Y0
+	VFMADD231PS Y8, Y9, Y4
 	VCVTPH2PS   48(R9)(DX*1), Y9
-	VFMADD231PS Y8, Y9, Y1
+	VFMADD231PS Y8, Y9, Y5
 	VCVTPH2PS   48(R9)(DX*2), Y9
-	VFMADD231PS Y8, Y9, Y2
-	VCVTPH2PS   48(R9)(DI*1), Y9
-	VFMADD231PS Y8, Y9, Y3
-	VMOVUPS     (R11), Y8
-	VCVTPH2PS   (R10), Y9
-	VFMADD231PS Y8, Y9, Y4
-	VCVTPH2PS   (R10)(DX*1), Y9
-	VFMADD231PS Y8, Y9, Y5
-	VCVTPH2PS   (R10)(DX*2), Y9
 	VFMADD231PS Y8, Y9, Y6
-	VCVTPH2PS   (R10)(DI*1), Y9
+	VCVTPH2PS   48(R9)(BX*1), Y9
 	VFMADD231PS Y8, Y9, Y7
-	VMOVUPS     32(R11), Y8
-	VCVTPH2PS   16(R10), Y9
-	VFMADD231PS Y8, Y9, Y4
-	VCVTPH2PS   16(R10)(DX*1), Y9
-	VFMADD231PS Y8, Y9, Y5
-	VCVTPH2PS   16(R10)(DX*2), Y9
-	VFMADD231PS Y8, Y9, Y6
-	VCVTPH2PS   16(R10)(DI*1), Y9
-	VFMADD231PS Y8, Y9, Y7
-	VMOVUPS     64(R11), Y8
-	VCVTPH2PS   32(R10), Y9
-	VFMADD231PS Y8, Y9, Y4
-	VCVTPH2PS   32(R10)(DX*1), Y9
-	VFMADD231PS Y8, Y9, Y5
-	VCVTPH2PS   32(R10)(DX*2), Y9
-	VFMADD231PS Y8, Y9, Y6
-	VCVTPH2PS   32(R10)(DI*1), Y9
-	VFMADD231PS Y8, Y9, Y7
-	VMOVUPS     96(R11), Y8
-	VCVTPH2PS   48(R10), Y9
-	VFMADD231PS Y8, Y9, Y4
-	VCVTPH2PS   48(R10)(DX*1), Y9
-	VFMADD231PS Y8, Y9, Y5
-	VCVTPH2PS   48(R10)(DX*2), Y9
-	VFMADD231PS Y8, Y9, Y6
-	VCVTPH2PS   48(R10)(DI*1), Y9
-	VFMADD231PS Y8, Y9, Y7
+	ADDQ        $0x40, R8
 	ADDQ        $0x40, R9
-	ADDQ        $0x40, R10
 	ADDQ        $0x00000080, R11
 	DECQ        R12
 	JNZ         eight_step
@@ -1385,7 +1483,7 @@ eight_step_end:
 	VSHUFPS      $0x88, X1, X0, X2
 	VSHUFPS      $0xdd, X1, X0, X1
 	VADDPS       X1, X2, X2
-	VMOVUPS      X2, (AX)
+	VMOVUPS      X2, (R10)
 	VPERM2F128   $0x21, Y6, Y4, Y0
 	VBLENDPS     $0xf0, Y6, Y4, Y4
 	VADDPS       Y0, Y4, Y4
@@ -1399,18 +1497,30 @@ eight_step_end:
 	VSHUFPS      $0x88, X0, X4, X1
 	VSHUFPS      $0xdd, X0, X4, X0
 	VADDPS       X0, X1, X1
-	VMOVUPS      X1, 16(AX)
-	ADDQ         $0x20, AX
-	SUBQ         $0x02, R8
-	JMP          eight
+	VMOVUPS      X1, 16(R10)
+	ADDQ         outStride+8(FP), R10
+	DECQ         R13
+	JNZ          eight_segment
+
+eight_segment_end:
+	ADDQ $0x20, AX
+	SUBQ $0x02, DI
+	JMP  eight
 
 four:
-	TESTQ  R8, R8
-	JZ     none
-	MOVQ   CX, R9
-	LEAQ   (CX)(DX*4), CX
-	MOVQ   BX, R10
-	MOVQ   SI, R11
+	TESTQ DI, DI
+	JZ    none
+	MOVQ  CX, R8
+	LEAQ  (CX)(DX*4), CX
+	MOVQ  AX, R9
+	MOVQ  x+32(FP), R10
+	MOVQ  segments+48(FP), R12
+	TESTQ R12, R12
+	JZ    four_segment_end
+
+four_segment:
+	MOVQ   k+56(FP), R11
+	SHRQ   $0x05, R11
 	VXORPS Y0, Y0, Y0
 	VXORPS Y1, Y1, Y1
 	VXORPS Y2, Y2, Y2
@@ -1419,43 +1529,48 @@ four:
 	JZ     four_step_end
 
 four_step:
+	LEAQ        (R8)(SI*1), R13
+	PREFETCHT0  (R13)
+	PREFETCHT0  (R13)(DX*1)
+	PREFETCHT0  (R13)(DX*2)
+	PREFETCHT0  (R13)(BX*1)
 	VMOVUPS     (R10), Y4
-	VCVTPH2PS   (R9), Y5
+	VCVTPH2PS   (R8), Y5
 	VFMADD231PS Y4, Y5, Y0
-	VCVTPH2PS   (R9)(DX*1), Y5
+	VCVTPH2PS   (R8)(DX*1), Y5
 	VFMADD231PS Y4, Y5, Y1
-	VCVTPH2PS   (R9)(DX*2), Y5
+	VCVTPH2PS   (R8)(DX*2), Y5
 	VFMADD231PS Y4, Y5, Y2
-	VCVTPH2PS   (R9)(DI*1), Y5
+	VCVTPH2PS   (R8)(BX*1), Y5
 	VFMADD231PS Y4, Y5, Y3
 	VMOVUPS     32(R10), Y4
-	VCVTPH2PS   16(R9), Y5
+	VCVTPH2PS   16(R8), Y5
 	VFMADD231PS Y4, Y5, Y0
-	VCVTPH2PS   16(R9)(DX*1), Y5
+	VCVTPH2PS   16(R8)(DX*1), Y5
 	VFMADD231PS Y4, Y5, Y1
-	VCVTPH2PS   16(R9)(DX*2), Y5
+	VCVTPH2PS   16(R8)(DX*2), Y5
 	VFMADD231PS Y4, Y5, Y2
-	VCVTPH2PS   16(R9)(DI*1), Y5
+	VCVTPH2PS   16(R8)(BX*1), Y5
 	VFMADD231PS Y4, Y5, Y3
 	VMOVUPS     64(R10), Y4
-	VCVTPH2PS   32(R9), Y5
+	VCVTPH2PS   32(R8), Y5
 	VFMADD231PS Y4, Y5, Y0
-	VCVTPH2PS   32(R9)(DX*1), Y5
+	VCVTPH2PS   32(R8)(DX*1), Y5
 	VFMADD231PS Y4, Y5, Y1
-	VCVTPH2PS   32(R9)(DX*2), Y5
+	VCVTPH2PS   32(R8)(DX*2), Y5
 	VFMADD231PS Y4, Y5, Y2
-	VCVTPH2PS   32(R9)(DI*1), Y5
+	VCVTPH2PS   32(R8)(BX*1), Y5
 	VFMADD231PS Y4, Y5, Y3
 	VMOVUPS     96(R10), Y4
-	VCVTPH2PS   48(R9), Y5
+	VCVTPH2PS   48(R8), Y5
 	VFMADD231PS Y4, Y5, Y0
-	VCVTPH2PS   48(R9)(DX*1), Y5
+	VCVTPH2PS   48(R8)(DX*1), Y5
 	VFMADD231PS Y4, Y5, Y1
-	VCVTPH2PS   48(R9)(DX*2), Y5
+	VCVTPH2PS   48(R8)(DX*2), Y5
 	VFMADD231PS Y4, Y5, Y2
-	VCVTPH2PS   48(R9)(DI*1), Y5
+	VCVTPH2PS   48(R8)(BX*1), Y5
 	VFMADD231PS Y4, Y5, Y3
-	ADDQ        $0x40, R9
+	ADDQ        $0x40, R8
 	ADDQ        $0x00000080, R10
 	DECQ        R11
 	JNZ         four_step
@@ -1474,36 +1589,51 @@ four_step_end:
 	VSHUFPS      $0x88, X1, X0, X2
 	VSHUFPS      $0xdd, X1, X0, X1
 	VADDPS       X1, X2, X2
-	VMOVUPS      X2, (AX)
-	ADDQ         $0x10, AX
-	DECQ         R8
-	JMP          four
+	VMOVUPS      X2, (R9)
+	ADDQ         outStride+8(FP), R9
+	DECQ         R12
+	JNZ          four_segment
+
+four_segment_end:
+	ADDQ $0x10, AX
+	DECQ DI
+	JMP  four
 
 none:
 	VZEROUPPER
 	RET
 
-// func gemvBF16AVX2(out *float32, w *byte, wStride int, x *float32, groups int, k int)
-// Requires: AVX, AVX2, FMA3
-TEXT ·gemvBF16AVX2(SB), NOSPLIT, $0-48
+// func gemvBF16AVX2(out *float32, outStride int, w *byte, wStride int, x *float32, groups int, segments int, k int)
+// Requires: AVX, AVX2, FMA3, MMX+
+TEXT ·gemvBF16AVX2(SB), NOSPLIT, $0-64
 	MOVQ out+0(FP), AX
-	MOVQ w+8(FP), CX
-	MOVQ wStride+16(FP), DX
-	MOVQ x+24(FP), BX
-	MOVQ k+40(FP), SI
-	MOVQ groups+32(FP), R8
-	SHRQ $0x05, SI
-	LEAQ (DX)(DX*2), DI
+	MOVQ w+16(FP), CX
+	MOVQ wStride+24(FP), DX
+	MOVQ groups+40(FP), DI
+	LEAQ (DX)(DX*2), BX
+	MOVQ DX, SI
+	SHLQ $0x03, SI
+	CMPQ SI, $0x0000a000
+	JLE  rows
+	MOVQ $0x00000400, SI
 
+rows:
 eight:
-	CMPQ   R8, $0x02
-	JL     four
-	MOVQ   CX, R9
-	LEAQ   (CX)(DX*4), CX
-	MOVQ   CX, R10
-	LEAQ   (CX)(DX*4), CX
-	MOVQ   BX, R11
-	MOVQ   SI, R12
+	CMPQ  DI, $0x02
+	JL    four
+	MOVQ  CX, R8
+	LEAQ  (CX)(DX*4), CX
+	MOVQ  CX, R9
+	LEAQ  (CX)(DX*4), CX
+	MOVQ  AX, R10
+	MOVQ  x+32(FP), R11
+	MOVQ  segments+48(FP), R13
+	TESTQ R13, R13
+	JZ    eight_segment_end
+
+eight_segment:
+	MOVQ   k+56(FP), R12
+	SHRQ   $0x05, R12
 	VXORPS Y0, Y0, Y0
 	VXORPS Y1, Y1, Y1
 	VXORPS Y2, Y2, Y2
@@ -1516,112 +1646,122 @@ eight:
 	JZ     eight_step_end
 
 eight_step:
+	LEAQ        (R8)(SI*1), R14
+	PREFETCHT0  (R14)
+	PREFETCHT0  (R14)(DX*1)
+	PREFETCHT0  (R14)(DX*2)
+	PREFETCHT0  (R14)(BX*1)
+	LEAQ        (R9)(SI*1), R14
+	PREFETCHT0  (R14)
+	PREFETCHT0  (R14)(DX*1)
+	PREFETCHT0  (R14)(DX*2)
+	PREFETCHT0  (R14)(BX*1)
+	VMOVUPS     (R11), Y8
+	VPMOVZXWD   (R8), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y0
+	VPMOVZXWD   (R8)(DX*1), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y1
+	VPMOVZXWD   (R8)(DX*2), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y2
+	VPMOVZXWD   (R8)(BX*1), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y3
+	VMOVUPS     32(R11), Y8
+	VPMOVZXWD   16(R8), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y0
+	VPMOVZXWD   16(R8)(DX*1), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y1
+	VPMOVZXWD   16(R8)(DX*2), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y2
+	VPMOVZXWD   16(R8)(BX*1), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y3
+	VMOVUPS     64(R11), Y8
+	VPMOVZXWD   32(R8), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y0
+	VPMOVZXWD   32(R8)(DX*1), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y1
+	VPMOVZXWD   32(R8)(DX*2), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y2
+	VPMOVZXWD   32(R8)(BX*1), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y3
+	VMOVUPS     96(R11), Y8
+	VPMOVZXWD   48(R8), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y0
+	VPMOVZXWD   48(R8)(DX*1), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y1
+	VPMOVZXWD   48(R8)(DX*2), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y2
+	VPMOVZXWD   48(R8)(BX*1), Y9
+	VPSLLD      $0x10, Y9, Y9
+	VFMADD231PS Y8, Y9, Y3
 	VMOVUPS     (R11), Y8
 	VPMOVZXWD   (R9), Y9
 	VPSLLD      $0x10, Y9, Y9
-	VFMADD231PS Y8, Y9, Y0
+	VFMADD231PS Y8, Y9, Y4
 	VPMOVZXWD   (R9)(DX*1), Y9
 	VPSLLD      $0x10, Y9, Y9
-	VFMADD231PS Y8, Y9, Y1
+	VFMADD231PS Y8, Y9, Y5
 	VPMOVZXWD   (R9)(DX*2), Y9
 	VPSLLD      $0x10, Y9, Y9
-	VFMADD231PS Y8, Y9, Y2
-	VPMOVZXWD   (R9)(DI*1), Y9
+	VFMADD231PS Y8, Y9, Y6
+	VPMOVZXWD   (R9)(BX*1), Y9
 	VPSLLD      $0x10, Y9, Y9
-	VFMADD231PS Y8, Y9, Y3
+	VFMADD231PS Y8, Y9, Y7
 	VMOVUPS     32(R11), Y8
 	VPMOVZXWD   16(R9), Y9
 	VPSLLD      $0x10, Y9, Y9
-	VFMADD231PS Y8, Y9, Y0
+	VFMADD231PS Y8, Y9, Y4
 	VPMOVZXWD   16(R9)(DX*1), Y9
 	VPSLLD      $0x10, Y9, Y9
-	VFMADD231PS Y8, Y9, Y1
+	VFMADD231PS Y8, Y9, Y5
 	VPMOVZXWD   16(R9)(DX*2), Y9
 	VPSLLD      $0x10, Y9, Y9
-	VFMADD231PS Y8, Y9, Y2
-	VPMOVZXWD   16(R9)(DI*1), Y9
+	VFMADD231PS Y8, Y9, Y6
+	VPMOVZXWD   16(R9)(BX*1), Y9
 	VPSLLD      $0x10, Y9, Y9
-	VFMADD231PS Y8, Y9, Y3
+	VFMADD231PS Y8, Y9, Y7
 	VMOVUPS     64(R11), Y8
 	VPMOVZXWD   32(R9), Y9
 	VPSLLD      $0x10, Y9, Y9
-	VFMADD231PS Y8, Y9, Y0
+	VFMADD231PS Y8, Y9, Y4
 	VPMOVZXWD   32(R9)(DX*1), Y9
 	VPSLLD      $0x10, Y9, Y9
-	VFMADD231PS Y8, Y9, Y1
+	VFMADD231PS Y8, Y9, Y5
 	VPMOVZXWD   32(R9)(DX*2), Y9
 	VPSLLD      $0x10, Y9, Y9
-	VFMADD231PS Y8, Y9, Y2
-	VPMOVZXWD   32(R9)(DI*1), Y9
+	VFMADD231PS Y8, Y9, Y6
+	VPMOVZXWD   32(R9)(BX*1), Y9
 	VPSLLD      $0x10, Y9, Y9
-	VFMADD231PS Y8, Y9, Y3
+	VFMADD231PS Y8, Y9, Y7
 	VMOVUPS     96(R11), Y8
 	VPMOVZXWD   48(R9), Y9
 	VPSLLD      $0x10, Y9, Y9
-	VFMADD231PS Y8, Y9, Y0
+	VFMADD231PS Y8, Y9, Y4
 	VPMOVZXWD   48(R9)(DX*1), Y9
 	VPSLLD      $0x10, Y9, Y9
-	VFMADD231PS Y8, Y9, Y1
+	VFMADD231PS Y8, Y9, Y5
 	VPMOVZXWD   48(R9)(DX*2), Y9
 	VPSLLD      $0x10, Y9, Y9
-	VFMADD231PS Y8, Y9, Y2
-	VPMOVZXWD   48(R9)(DI*1), Y9
-	VPSLLD      $0x10, Y9, Y9
-	VFMADD231PS Y8, Y9, Y3
-	VMOVUPS     (R11), Y8
-	VPMOVZXWD   (R10), Y9
-	VPSLLD      $0x10, Y9, Y9
-	VFMADD231PS Y8, Y9, Y4
-	VPMOVZXWD   (R10)(DX*1), Y9
-	VPSLLD      $0x10, Y9, Y9
-	VFMADD231PS Y8, Y9, Y5
-	VPMOVZXWD   (R10)(DX*2), Y9
-	VPSLLD      $0x10, Y9, Y9
 	VFMADD231PS Y8, Y9, Y6
-	VPMOVZXWD   (R10)(DI*1), Y9
+	VPMOVZXWD   48(R9)(BX*1), Y9
 	VPSLLD      $0x10, Y9, Y9
 	VFMADD231PS Y8, Y9, Y7
-	VMOVUPS     32(R11), Y8
-	VPMOVZXWD   16(R10), Y9
-	VPSLLD      $0x10, Y9, Y9
-	VFMADD231PS Y8, Y9, Y4
-	VPMOVZXWD   16(R10)(DX*1), Y9
-	VPSLLD      $0x10, Y9, Y9
-	VFMADD231PS Y8, Y9, Y5
-	VPMOVZXWD   16(R10)(DX*2), Y9
-	VPSLLD      $0x10, Y9, Y9
-	VFMADD231PS Y8, Y9, Y6
-	VPMOVZXWD   16(R10)(DI*1), Y9
-	VPSLLD      $0x10, Y9, Y9
-	VFMADD231PS Y8, Y9, Y7
-	VMOVUPS     64(R11), Y8
-	VPMOVZXWD   32(R10), Y9
-	VPSLLD      $0x10, Y9, Y9
-	VFMADD231PS Y8, Y9, Y4
-	VPMOVZXWD   32(R10)(DX*1), Y9
-	VPSLLD      $0x10, Y9, Y9
-	VFMADD231PS Y8, Y9, Y5
-	VPMOVZXWD   32(R10)(DX*2), Y9
-	VPSLLD      $0x10, Y9, Y9
-	VFMADD231PS Y8, Y9, Y6
-	VPMOVZXWD   32(R10)(DI*1), Y9
-	VPSLLD      $0x10, Y9, Y9
-	VFMADD231PS Y8, Y9, Y7
-	VMOVUPS     96(R11), Y8
-	VPMOVZXWD   48(R10), Y9
-	VPSLLD      $0x10, Y9, Y9
-	VFMADD231PS Y8, Y9, Y4
-	VPMOVZXWD   48(R10)(DX*1), Y9
-	VPSLLD      $0x10, Y9, Y9
-	VFMADD231PS Y8, Y9, Y5
-	VPMOVZXWD   48(R10)(DX*2), Y9
-	VPSLLD      $0x10, Y9, Y9
-	VFMADD231PS Y8, Y9, Y6
-	VPMOVZXWD   48(R10)(DI*1), Y9
-	VPSLLD      $0x10, Y9, Y9
-	VFMADD231PS Y8, Y9, Y7
+	ADDQ        $0x40, R8
 	ADDQ        $0x40, R9
-	ADDQ        $0x40, R10
 	ADDQ        $0x00000080, R11
 	DECQ        R12
 	JNZ         eight_step
@@ -1640,7 +1780,7 @@ eight_step_end:
 	VSHUFPS      $0x88, X1, X0, X2
 	VSHUFPS      $0xdd, X1, X0, X1
 	VADDPS       X1, X2, X2
-	VMOVUPS      X2, (AX)
+	VMOVUPS      X2, (R10)
 	VPERM2F128   $0x21, Y6, Y4, Y0
 	VBLENDPS     $0xf0, Y6, Y4, Y4
 	VADDPS       Y0, Y4, Y4
@@ -1654,18 +1794,30 @@ eight_step_end:
 	VSHUFPS      $0x88, X0, X4, X1
 	VSHUFPS      $0xdd, X0, X4, X0
 	VADDPS       X0, X1, X1
-	VMOVUPS      X1, 16(AX)
-	ADDQ         $0x20, AX
-	SUBQ         $0x02, R8
-	JMP          eight
+	VMOVUPS      X1, 16(R10)
+	ADDQ         outStride+8(FP), R10
+	DECQ         R13
+	JNZ          eight_segment
+
+eight_segment_end:
+	ADDQ $0x20, AX
+	SUBQ $0x02, DI
+	JMP  eight
 
 four:
-	TESTQ  R8, R8
-	JZ     none
-	MOVQ   CX, R9
-	LEAQ   (CX)(DX*4), CX
-	MOVQ   BX, R10
-	MOVQ   SI, R11
+	TESTQ DI, DI
+	JZ    none
+	MOVQ  CX, R8
+	LEAQ  (CX)(DX*4), CX
+	MOVQ  AX, R9
+	MOVQ  x+32(FP), R10
+	MOVQ  segments+48(FP), R12
+	TESTQ R12, R12
+	JZ    four_segment_end
+
+four_segment:
+	MOVQ   k+56(FP), R11
+	SHRQ   $0x05, R11
 	VXORPS Y0, Y0, Y0
 	VXORPS Y1, Y1, Y1
 	VXORPS Y2, Y2, Y2
@@ -1674,59 +1826,64 @@ four:
 	JZ     four_step_end
 
 four_step:
+	LEAQ        (R8)(SI*1), R13
+	PREFETCHT0  (R13)
+	PREFETCHT0  (R13)(DX*1)
+	PREFETCHT0  (R13)(DX*2)
+	PREFETCHT0  (R13)(BX*1)
 	VMOVUPS     (R10), Y4
-	VPMOVZXWD   (R9), Y5
+	VPMOVZXWD   (R8), Y5
 	VPSLLD      $0x10, Y5, Y5
 	VFMADD231PS Y4, Y5, Y0
-	VPMOVZXWD   (R9)(DX*1), Y5
+	VPMOVZXWD   (R8)(DX*1), Y5
 	VPSLLD      $0x10, Y5, Y5
 	VFMADD231PS Y4, Y5, Y1
-	VPMOVZXWD   (R9)(DX*2), Y5
+	VPMOVZXWD   (R8)(DX*2), Y5
 	VPSLLD      $0x10, Y5, Y5
 	VFMADD231PS Y4, Y5, Y2
-	VPMOVZXWD   (R9)(DI*1), Y5
+	VPMOVZXWD   (R8)(BX*1), Y5
 	VPSLLD      $0x10, Y5, Y5
 	VFMADD231PS Y4, Y5, Y3
 	VMOVUPS     32(R10), Y4
-	VPMOVZXWD   16(R9), Y5
+	VPMOVZXWD   16(R8), Y5
 	VPSLLD      $0x10, Y5, Y5
 	VFMADD231PS Y4, Y5, Y0
-	VPMOVZXWD   16(R9)(DX*1), Y5
+	VPMOVZXWD   16(R8)(DX*1), Y5
 	VPSLLD      $0x10, Y5, Y5
 	VFMADD231PS Y4, Y5, Y1
-	VPMOVZXWD   16(R9)(DX*2), Y5
+	VPMOVZXWD   16(R8)(DX*2), Y5
 	VPSLLD      $0x10, Y5, Y5
 	VFMADD231PS Y4, Y5, Y2
-	VPMOVZXWD   16(R9)(DI*1), Y5
+	VPMOVZXWD   16(R8)(BX*1), Y5
 	VPSLLD      $0x10, Y5, Y5
 	VFMADD231PS Y4, Y5, Y3
 	VMOVUPS     64(R10), Y4
-	VPMOVZXWD   32(R9), Y5
+	VPMOVZXWD   32(R8), Y5
 	VPSLLD      $0x10, Y5, Y5
 	VFMADD231PS Y4, Y5, Y0
-	VPMOVZXWD   32(R9)(DX*1), Y5
+	VPMOVZXWD   32(R8)(DX*1), Y5
 	VPSLLD      $0x10, Y5, Y5
 	VFMADD231PS Y4, Y5, Y1
-	VPMOVZXWD   32(R9)(DX*2), Y5
+	VPMOVZXWD   32(R8)(DX*2), Y5
 	VPSLLD      $0x10, Y5, Y5
 	VFMADD231PS Y4, Y5, Y2
-	VPMOVZXWD   32(R9)(DI*1), Y5
+	VPMOVZXWD   32(R8)(BX*1), Y5
 	VPSLLD      $0x10, Y5, Y5
 	VFMADD231PS Y4, Y5, Y3
 	VMOVUPS     96(R10), Y4
-	VPMOVZXWD   48(R9), Y5
+	VPMOVZXWD   48(R8), Y5
 	VPSLLD      $0x10, Y5, Y5
 	VFMADD231PS Y4, Y5, Y0
-	VPMOVZXWD   48(R9)(DX*1), Y5
+	VPMOVZXWD   48(R8)(DX*1), Y5
 	VPSLLD      $0x10, Y5, Y5
 	VFMADD231PS Y4, Y5, Y1
-	VPMOVZXWD   48(R9)(DX*2), Y5
+	VPMOVZXWD   48(R8)(DX*2), Y5
 	VPSLLD      $0x10, Y5, Y5
 	VFMADD231PS Y4, Y5, Y2
-	VPMOVZXWD   48(R9)(DI*1), Y5
+	VPMOVZXWD   48(R8)(BX*1), Y5
 	VPSLLD      $0x10, Y5, Y5
 	VFMADD231PS Y4, Y5, Y3
-	ADDQ        $0x40, R9
+	ADDQ        $0x40, R8
 	ADDQ        $0x00000080, R10
 	DECQ        R11
 	JNZ         four_step
@@ -1745,34 +1902,49 @@ four_step_end:
 	VSHUFPS      $0x88, X1, X0, X2
 	VSHUFPS      $0xdd, X1, X0, X1
 	VADDPS       X1, X2, X2
-	VMOVUPS      X2, (AX)
-	ADDQ         $0x10, AX
-	DECQ         R8
-	JMP          four
+	VMOVUPS      X2, (R9)
+	ADDQ         outStride+8(FP), R9
+	DECQ         R12
+	JNZ          four_segment
+
+four_segment_end:
+	ADDQ $0x10, AX
+	DECQ DI
+	JMP  four
 
 none:
 	VZEROUPPER
 	RET
 
-// func gemvQ8_0AVX2(out *float32, w *byte, wStride int, x *float32, groups int, k int)
-// Requires: AVX, AVX2, F16C, FMA3
-TEXT ·gemvQ8_0AVX2(SB), NOSPLIT, $0-48
+// func gemvQ8_0AVX2(out *float32, outStride int, w *byte, wStride int, x *float32, groups int, segments int, k int)
+// Requires: AVX, AVX2, F16C, FMA3, MMX+
+TEXT ·gemvQ8_0AVX2(SB), NOSPLIT, $0-64
 	MOVQ out+0(FP), AX
-	MOVQ w+8(FP), CX
-	MOVQ wStride+16(FP), DX
-	MOVQ x+24(FP), BX
-	MOVQ k+40(FP), SI
-	MOVQ groups+32(FP), R8
-	SHRQ $0x05, SI
-	LEAQ (DX)(DX*2), DI
+	MOVQ w+16(FP), CX
+	MOVQ wStride+24(FP), DX
+	MOVQ groups+40(FP), DI
+	LEAQ (DX)(DX*2), BX
+	MOVQ DX, SI
+	SHLQ $0x02, SI
+	CMPQ SI, $0x0000a000
+	JLE  rows
+	MOVQ $0x00000400, SI
 
+rows:
 four:
-	TESTQ  R8, R8
-	JZ     none
-	MOVQ   CX, R9
-	LEAQ   (CX)(DX*4), CX
-	MOVQ   BX, R10
-	MOVQ   SI, R11
+	TESTQ DI, DI
+	JZ    none
+	MOVQ  CX, R8
+	LEAQ  (CX)(DX*4), CX
+	MOVQ  AX, R9
+	MOVQ  x+32(FP), R10
+	MOVQ  segments+48(FP), R12
+	TESTQ R12, R12
+	JZ    four_segment_end
+
+four_segment:
+	MOVQ   k+56(FP), R11
+	SHRQ   $0x05, R11
 	VXORPS Y0, Y0, Y0
 	VXORPS Y1, Y1, Y1
 	VXORPS Y2, Y2, Y2
@@ -1781,83 +1953,88 @@ four:
 	JZ     four_step_end
 
 four_step:
-	VPBROADCASTW (R9), X4
+	LEAQ         (R8)(SI*1), R13
+	PREFETCHT0   (R13)
+	PREFETCHT0   (R13)(DX*1)
+	PREFETCHT0   (R13)(DX*2)
+	PREFETCHT0   (R13)(BX*1)
+	VPBROADCASTW (R8), X4
 	VCVTPH2PS    X4, Y4
-	VPBROADCASTW (R9)(DX*1), X5
+	VPBROADCASTW (R8)(DX*1), X5
 	VCVTPH2PS    X5, Y5
-	VPBROADCASTW (R9)(DX*2), X6
+	VPBROADCASTW (R8)(DX*2), X6
 	VCVTPH2PS    X6, Y6
-	VPBROADCASTW (R9)(DI*1), X7
+	VPBROADCASTW (R8)(BX*1), X7
 	VCVTPH2PS    X7, Y7
 	VMOVUPS      (R10), Y8
-	VPMOVSXBD    2(R9), Y9
+	VPMOVSXBD    2(R8), Y9
 	VCVTDQ2PS    Y9, Y9
 	VMULPS       Y4, Y9, Y9
 	VFMADD231PS  Y8, Y9, Y0
-	VPMOVSXBD    2(R9)(DX*1), Y9
+	VPMOVSXBD    2(R8)(DX*1), Y9
 	VCVTDQ2PS    Y9, Y9
 	VMULPS       Y5, Y9, Y9
 	VFMADD231PS  Y8, Y9, Y1
-	VPMOVSXBD    2(R9)(DX*2), Y9
+	VPMOVSXBD    2(R8)(DX*2), Y9
 	VCVTDQ2PS    Y9, Y9
 	VMULPS       Y6, Y9, Y9
 	VFMADD231PS  Y8, Y9, Y2
-	VPMOVSXBD    2(R9)(DI*1), Y9
+	VPMOVSXBD    2(R8)(BX*1), Y9
 	VCVTDQ2PS    Y9, Y9
 	VMULPS       Y7, Y9, Y9
 	VFMADD231PS  Y8, Y9, Y3
 	VMOVUPS      32(R10), Y8
-	VPMOVSXBD    10(R9), Y9
+	VPMOVSXBD    10(R8), Y9
 	VCVTDQ2PS    Y9, Y9
 	VMULPS       Y4, Y9, Y9
 	VFMADD231PS  Y8, Y9, Y0
-	VPMOVSXBD    10(R9)(DX*1), Y9
+	VPMOVSXBD    10(R8)(DX*1), Y9
 	VCVTDQ2PS    Y9, Y9
 	VMULPS       Y5, Y9, Y9
 	VFMADD231PS  Y8, Y9, Y1
-	VPMOVSXBD    10(R9)(DX*2), Y9
+	VPMOVSXBD    10(R8)(DX*2), Y9
 	VCVTDQ2PS    Y9, Y9
 	VMULPS       Y6, Y9, Y9
 	VFMADD231PS  Y8, Y9, Y2
-	VPMOVSXBD    10(R9)(DI*1), Y9
+	VPMOVSXBD    10(R8)(BX*1), Y9
 	VCVTDQ2PS    Y9, Y9
 	VMULPS       Y7, Y9, Y9
 	VFMADD231PS  Y8, Y9, Y3
 	VMOVUPS      64(R10), Y8
-	VPMOVSXBD    18(R9), Y9
+	VPMOVSXBD    18(R8), Y9
 	VCVTDQ2PS    Y9, Y9
 	VMULPS       Y4, Y9, Y9
 	VFMADD231PS  Y8, Y9, Y0
-	VPMOVSXBD    18(R9)(DX*1), Y9
+	VPMOVSXBD    18(R8)(DX*1), Y9
 	VCVTDQ2PS    Y9, Y9
 	VMULPS       Y5, Y9, Y9
 	VFMADD231PS  Y8, Y9, Y1
-	VPMOVSXBD    18(R9)(DX*2), Y9
+	VPMOVSXBD    18(R8)(DX*2), Y9
 	VCVTDQ2PS    Y9, Y9
 	VMULPS       Y6, Y9, Y9
 	VFMADD231PS  Y8, Y9, Y2
-	VPMOVSXBD    18(R9)(DI*1), Y9
+	VPMOVSXBD    18(R8)(BX*1), Y9
 	VCVTDQ2PS    Y9, Y9
 	VMULPS       Y7, Y9, Y9
 	VFMADD231PS  Y8, Y9, Y3
 	VMOVUPS      96(R10), Y8
-	VPMOVSXBD    26(R9), Y9
+	VPMOVSXBD    26(R8), Y9
 	VCVTDQ2PS    Y9, Y9
 	VMULPS       Y4, Y9, Y9
 	VFMADD231PS  Y8, Y9, Y0
-	VPMOVSXBD    26(R9)(DX*1), Y4
+	VPMOVSXBD    26(R8)(DX*1), Y4
 	VCVTDQ2PS    Y4, Y4
 	VMULPS       Y5, Y4, Y4
 	VFMADD231PS  Y8, Y4, Y1
-	VPMOVSXBD    26(R9)(DX*2), Y4
+	VPMOVSXBD    26(R8)(DX*2), Y4
 	VCVTDQ2PS    Y4, Y4
 	VMULPS       Y6, Y4, Y4
 	VFMADD231PS  Y8, Y4, Y2
-	VPMOVSXBD    26(R9)(DI*1), Y4
+	VPMOVSXBD    26(R8)(BX*1), Y4
 	VCVTDQ2PS    Y4, Y4
 	VMULPS       Y7, Y4, Y4
 	VFMADD231PS  Y8, Y4, Y3
-	ADDQ         $0x22, R9
+	ADDQ         $0x22, R8
 	ADDQ         $0x00000080, R10
 	DECQ         R11
 	JNZ          four_step
@@ -1876,34 +2053,49 @@ four_step_end:
 	VSHUFPS      $0x88, X1, X0, X2
 	VSHUFPS      $0xdd, X1, X0, X1
 	VADDPS       X1, X2, X2
-	VMOVUPS      X2, (AX)
-	ADDQ         $0x10, AX
-	DECQ         R8
-	JMP          four
+	VMOVUPS      X2, (R9)
+	ADDQ         outStride+8(FP), R9
+	DECQ         R12
+	JNZ          four_segment
+
+four_segment_end:
+	ADDQ $0x10, AX
+	DECQ DI
+	JMP  four
 
 none:
 	VZEROUPPER
 	RET
 
-// func gemvQ4_0AVX2(out *float32, w *byte, wStride int, x *float32, groups int, k int)
-// Requires: AVX, AVX2, F16C, FMA3
-TEXT ·gemvQ4_0AVX2(SB), NOSPLIT, $0-48
+// func gemvQ4_0AVX2(out *float32, outStride int, w *byte, wStride int, x *float32, groups int, segments int, k int)
+// Requires: AVX, AVX2, F16C, FMA3, MMX+
+TEXT ·gemvQ4_0AVX2(SB), NOSPLIT, $0-64
 	MOVQ out+0(FP), AX
-	MOVQ w+8(FP), CX
-	MOVQ wStride+16(FP), DX
-	MOVQ x+24(FP), BX
-	MOVQ k+40(FP), SI
-	MOVQ groups+32(FP), R8
-	SHRQ $0x05, SI
-	LEAQ (DX)(DX*2), DI
+	MOVQ w+16(FP), CX
+	MOVQ wStride+24(FP), DX
+	MOVQ groups+40(FP), DI
+	LEAQ (DX)(DX*2), BX
+	MOVQ DX, SI
+	SHLQ $0x02, SI
+	CMPQ SI, $0x0000a000
+	JLE  rows
+	MOVQ $0x00000400, SI
 
+rows:
 four:
-	TESTQ  R8, R8
-	JZ     none
-	MOVQ   CX, R9
-	LEAQ   (CX)(DX*4), CX
-	MOVQ   BX, R10
-	MOVQ   SI, R11
+	TESTQ DI, DI
+	JZ    none
+	MOVQ  CX, R8
+	LEAQ  (CX)(DX*4), CX
+	MOVQ  AX, R9
+	MOVQ  x+32(FP), R10
+	MOVQ  segments+48(FP), R12
+	TESTQ R12, R12
+	JZ    four_segment_end
+
+four_segment:
+	MOVQ   k+56(FP), R11
+	SHRQ   $0x05, R11
 	VXORPS Y0, Y0, Y0
 	VXORPS Y1, Y1, Y1
 	VXORPS Y2, Y2, Y2
@@ -1912,31 +2104,36 @@ four:
 	JZ     four_step_end
 
 four_step:
-	VPBROADCASTW (R9), X4
+	LEAQ         (R8)(SI*1), R13
+	PREFETCHT0   (R13)
+	PREFETCHT0   (R13)(DX*1)
+	PREFETCHT0   (R13)(DX*2)
+	PREFETCHT0   (R13)(BX*1)
+	VPBROADCASTW (R8), X4
 	VCVTPH2PS    X4, Y4
-	VPBROADCASTW (R9)(DX*1), X5
+	VPBROADCASTW (R8)(DX*1), X5
 	VCVTPH2PS    X5, Y5
 	VMOVUPS      (R10), Y6
-	VPMOVZXBD    2(R9), Y8
+	VPMOVZXBD    2(R8), Y8
 	VPAND        lowNibble<>+0(SB), Y8, Y7
 	VPSUBD       eight<>+0(SB), Y7, Y7
 	VCVTDQ2PS    Y7, Y7
 	VMULPS       Y4, Y7, Y7
 	VFMADD231PS  Y6, Y7, Y0
-	VPMOVZXBD    2(R9)(DX*1), Y9
+	VPMOVZXBD    2(R8)(DX*1), Y9
 	VPAND        lowNibble<>+0(SB), Y9, Y7
 	VPSUBD       eight<>+0(SB), Y7, Y7
 	VCVTDQ2PS    Y7, Y7
 	VMULPS       Y5, Y7, Y7
 	VFMADD231PS  Y6, Y7, Y1
 	VMOVUPS      32(R10), Y6
-	VPMOVZXBD    10(R9), Y10
+	VPMOVZXBD    10(R8), Y10
 	VPAND        lowNibble<>+0(SB), Y10, Y7
 	VPSUBD       eight<>+0(SB), Y7, Y7
 	VCVTDQ2PS    Y7, Y7
 	VMULPS       Y4, Y7, Y7
 	VFMADD231PS  Y6, Y7, Y0
-	VPMOVZXBD    10(R9)(DX*1), Y11
+	VPMOVZXBD    10(R8)(DX*1), Y11
 	VPAND        lowNibble<>+0(SB), Y11, Y7
 	VPSUBD       eight<>+0(SB), Y7, Y7
 	VCVTDQ2PS    Y7, Y7
@@ -1964,31 +2161,31 @@ four_step:
 	VCVTDQ2PS    Y4, Y4
 	VMULPS       Y5, Y4, Y4
 	VFMADD231PS  Y6, Y4, Y1
-	VPBROADCASTW (R9)(DX*2), X4
+	VPBROADCASTW (R8)(DX*2), X4
 	VCVTPH2PS    X4, Y4
-	VPBROADCASTW (R9)(DI*1), X5
+	VPBROADCASTW (R8)(BX*1), X5
 	VCVTPH2PS    X5, Y5
 	VMOVUPS      (R10), Y6
-	VPMOVZXBD    2(R9)(DX*2), Y8
+	VPMOVZXBD    2(R8)(DX*2), Y8
 	VPAND        lowNibble<>+0(SB), Y8, Y7
 	VPSUBD       eight<>+0(SB), Y7, Y7
 	VCVTDQ2PS    Y7, Y7
 	VMULPS       Y4, Y7, Y7
 	VFMADD231PS  Y6, Y7, Y2
-	VPMOVZXBD    2(R9)(DI*1), Y9
+	VPMOVZXBD    2(R8)(BX*1), Y9
 	VPAND        lowNibble<>+0(SB), Y9, Y7
 	VPSUBD       eight<>+0(SB), Y7, Y7
 	VCVTDQ2PS    Y7, Y7
 	VMULPS       Y5, Y7, Y7
 	VFMADD231PS  Y6, Y7, Y3
 	VMOVUPS      32(R10), Y6
-	VPMOVZXBD    10(R9)(DX*2), Y10
+	VPMOVZXBD    10(R8)(DX*2), Y10
 	VPAND        lowNibble<>+0(SB), Y10, Y7
 	VPSUBD       eight<>+0(SB), Y7, Y7
 	VCVTDQ2PS    Y7, Y7
 	VMULPS       Y4, Y7, Y7
 	VFMADD231PS  Y6, Y7, Y2
-	VPMOVZXBD    10(R9)(DI*1), Y11
+	VPMOVZXBD    10(R8)(BX*1), Y11
 	VPAND        lowNibble<>+0(SB), Y11, Y7
 	VPSUBD       eight<>+0(SB), Y7, Y7
 	VCVTDQ2PS    Y7, Y7
@@ -2016,7 +2213,7 @@ four_step:
 	VCVTDQ2PS    Y4, Y4
 	VMULPS       Y5, Y4, Y4
 	VFMADD231PS  Y6, Y4, Y3
-	ADDQ         $0x12, R9
+	ADDQ         $0x12, R8
 	ADDQ         $0x00000080, R10
 	DECQ         R11
 	JNZ          four_step
@@ -2035,34 +2232,49 @@ four_step_end:
 	VSHUFPS      $0x88, X1, X0, X2
 	VSHUFPS      $0xdd, X1, X0, X1
 	VADDPS       X1, X2, X2
-	VMOVUPS      X2, (AX)
-	ADDQ         $0x10, AX
-	DECQ         R8
-	JMP          four
+	VMOVUPS      X2, (R9)
+	ADDQ         outStride+8(FP), R9
+	DECQ         R12
+	JNZ          four_segment
+
+four_segment_end:
+	ADDQ $0x10, AX
+	DECQ DI
+	JMP  four
 
 none:
 	VZEROUPPER
 	RET
 
-// func gemvQ4_1AVX2(out *float32, w *byte, wStride int, x *float32, groups int, k int)
-// Requires: AVX, AVX2, F16C, FMA3
-TEXT ·gemvQ4_1AVX2(SB), NOSPLIT, $0-48
+// func gemvQ4_1AVX2(out *float32, outStride int, w *byte, wStride int, x *float32, groups int, segments int, k int)
+// Requires: AVX, AVX2, F16C, FMA3, MMX+
+TEXT ·gemvQ4_1AVX2(SB), NOSPLIT, $0-64
 	MOVQ out+0(FP), AX
-	MOVQ w+8(FP), CX
-	MOVQ wStride+16(FP), DX
-	MOVQ x+24(FP), BX
-	MOVQ k+40(FP), SI
-	MOVQ groups+32(FP), R8
-	SHRQ $0x05, SI
-	LEAQ (DX)(DX*2), DI
+	MOVQ w+16(FP), CX
+	MOVQ wStride+24(FP), DX
+	MOVQ groups+40(FP), DI
+	LEAQ (DX)(DX*2), BX
+	MOVQ DX, SI
+	SHLQ $0x02, SI
+	CMPQ SI, $0x0000a000
+	JLE  rows
+	MOVQ $0x00000400, SI
 
+rows:
 four:
-	TESTQ  R8, R8
-	JZ     none
-	MOVQ   CX, R9
-	LEAQ   (CX)(DX*4), CX
-	MOVQ   BX, R10
-	MOVQ   SI, R11
+	TESTQ DI, DI
+	JZ    none
+	MOVQ  CX, R8
+	LEAQ  (CX)(DX*4), CX
+	MOVQ  AX, R9
+	MOVQ  x+32(FP), R10
+	MOVQ  segments+48(FP), R12
+	TESTQ R12, R12
+	JZ    four_segment_end
+
+four_segment:
+	MOVQ   k+56(FP), R11
+	SHRQ   $0x05, R11
 	VXORPS Y0, Y0, Y0
 	VXORPS Y1, Y1, Y1
 	VXORPS Y2, Y2, Y2
@@ -2071,32 +2283,37 @@ four:
 	JZ     four_step_end
 
 four_step:
-	VPBROADCASTW (R9), X4
+	LEAQ         (R8)(SI*1), R13
+	PREFETCHT0   (R13)
+	PREFETCHT0   (R13)(DX*1)
+	PREFETCHT0   (R13)(DX*2)
+	PREFETCHT0   (R13)(BX*1)
+	VPBROADCASTW (R8), X4
 	VCVTPH2PS    X4, Y4
-	VPBROADCASTW 2(R9), X5
+	VPBROADCASTW 2(R8), X5
 	VCVTPH2PS    X5, Y5
-	VPBROADCASTW (R9)(DX*1), X6
+	VPBROADCASTW (R8)(DX*1), X6
 	VCVTPH2PS    X6, Y6
-	VPBROADCASTW 2(R9)(DX*1), X7
+	VPBROADCASTW 2(R8)(DX*1), X7
 	VCVTPH2PS    X7, Y7
 	VMOVUPS      (R10), Y8
-	VPMOVZXBD    4(R9), Y10
+	VPMOVZXBD    4(R8), Y10
 	VPAND        lowNibble<>+0(SB), Y10, Y9
 	VCVTDQ2PS    Y9, Y9
 	VFMADD213PS  Y5, Y4, Y9
 	VFMADD231PS  Y8, Y9, Y0
-	VPMOVZXBD    4(R9)(DX*1), Y11
+	VPMOVZXBD    4(R8)(DX*1), Y11
 	VPAND        lowNibble<>+0(SB), Y11, Y9
 	VCVTDQ2PS    Y9, Y9
 	VFMADD213PS  Y7, Y6, Y9
 	VFMADD231PS  Y8, Y9, Y1
 	VMOVUPS      32(R10), Y8
-	VPMOVZXBD    12(R9), Y12
+	VPMOVZXBD    12(R8), Y12
 	VPAND        lowNibble<>+0(SB), Y12, Y9
 	VCVTDQ2PS    Y9, Y9
 	VFMADD213PS  Y5, Y4, Y9
 	VFMADD231PS  Y8, Y9, Y0
-	VPMOVZXBD    12(R9)(DX*1), Y13
+	VPMOVZXBD    12(R8)(DX*1), Y13
 	VPAND        lowNibble<>+0(SB), Y13, Y9
 	VCVTDQ2PS    Y9, Y9
 	VFMADD213PS  Y7, Y6, Y9
@@ -2119,32 +2336,32 @@ four_step:
 	VCVTDQ2PS    Y4, Y4
 	VFMADD213PS  Y7, Y6, Y4
 	VFMADD231PS  Y8, Y4, Y1
-	VPBROADCASTW (R9)(DX*2), X4
+	VPBROADCASTW (R8)(DX*2), X4
 	VCVTPH2PS    X4, Y4
-	VPBROADCASTW 2(R9)(DX*2), X5
+	VPBROADCASTW 2(R8)(DX*2), X5
 	VCVTPH2PS    X5, Y5
-	VPBROADCASTW (R9)(DI*1), X6
+	VPBROADCASTW (R8)(BX*1), X6
 	VCVTPH2PS    X6, Y6
-	VPBROADCASTW 2(R9)(DI*1), X7
+	VPBROADCASTW 2(R8)(BX*1), X7
 	VCVTPH2PS    X7, Y7
 	VMOVUPS      (R10), Y8
-	VPMOVZXBD    4(R9)(DX*2), Y10
+	VPMOVZXBD    4(R8)(DX*2), Y10
 	VPAND        lowNibble<>+0(SB), Y10, Y9
 	VCVTDQ2PS    Y9, Y9
 	VFMADD213PS  Y5, Y4, Y9
 	VFMADD231PS  Y8, Y9, Y2
-	VPMOVZXBD    4(R9)(DI*1), Y11
+	VPMOVZXBD    4(R8)(BX*1), Y11
 	VPAND        lowNibble<>+0(SB), Y11, Y9
 	VCVTDQ2PS    Y9, Y9
 	VFMADD213PS  Y7, Y6, Y9
 	VFMADD231PS  Y8, Y9, Y3
 	VMOVUPS      32(R10), Y8
-	VPMOVZXBD    12(R9)(DX*2), Y12
+	VPMOVZXBD    12(R8)(DX*2), Y12
 	VPAND        lowNibble<>+0(SB), Y12, Y9
 	VCVTDQ2PS    Y9, Y9
 	VFMADD213PS  Y5, Y4, Y9
 	VFMADD231PS  Y8, Y9, Y2
-	VPMOVZXBD    12(R9)(DI*1), Y13
+	VPMOVZXBD    12(R8)(BX*1), Y13
 	VPAND        lowNibble<>+0(SB), Y13, Y9
 	VCVTDQ2PS    Y9, Y9
 	VFMADD213PS  Y7, Y6, Y9
@@ -2167,7 +2384,7 @@ four_step:
 	VCVTDQ2PS    Y4, Y4
 	VFMADD213PS  Y7, Y6, Y4
 	VFMADD231PS  Y8, Y4, Y3
-	ADDQ         $0x14, R9
+	ADDQ         $0x14, R8
 	ADDQ         $0x00000080, R10
 	DECQ         R11
 	JNZ          four_step
@@ -2186,34 +2403,49 @@ four_step_end:
 	VSHUFPS      $0x88, X1, X0, X2
 	VSHUFPS      $0xdd, X1, X0, X1
 	VADDPS       X1, X2, X2
-	VMOVUPS      X2, (AX)
-	ADDQ         $0x10, AX
-	DECQ         R8
-	JMP          four
+	VMOVUPS      X2, (R9)
+	ADDQ         outStride+8(FP), R9
+	DECQ         R12
+	JNZ          four_segment
+
+four_segment_end:
+	ADDQ $0x10, AX
+	DECQ DI
+	JMP  four
 
 none:
 	VZEROUPPER
 	RET
 
-// func gemvQ5_0AVX2(out *float32, w *byte, wStride int, x *float32, groups int, k int)
-// Requires: AVX, AVX2, F16C, FMA3
-TEXT ·gemvQ5_0AVX2(SB), NOSPLIT, $0-48
+// func gemvQ5_0AVX2(out *float32, outStride int, w *byte, wStride int, x *float32, groups int, segments int, k int)
+// Requires: AVX, AVX2, F16C, FMA3, MMX+
+TEXT ·gemvQ5_0AVX2(SB), NOSPLIT, $0-64
 	MOVQ out+0(FP), AX
-	MOVQ w+8(FP), CX
-	MOVQ wStride+16(FP), DX
-	MOVQ x+24(FP), BX
-	MOVQ k+40(FP), SI
-	MOVQ groups+32(FP), R8
-	SHRQ $0x05, SI
-	LEAQ (DX)(DX*2), DI
+	MOVQ w+16(FP), CX
+	MOVQ wStride+24(FP), DX
+	MOVQ groups+40(FP), DI
+	LEAQ (DX)(DX*2), BX
+	MOVQ DX, SI
+	SHLQ $0x02, SI
+	CMPQ SI, $0x0000a000
+	JLE  rows
+	MOVQ $0x00000400, SI
 
+rows:
 four:
-	TESTQ  R8, R8
-	JZ     none
-	MOVQ   CX, R9
-	LEAQ   (CX)(DX*4), CX
-	MOVQ   BX, R10
-	MOVQ   SI, R11
+	TESTQ DI, DI
+	JZ    none
+	MOVQ  CX, R8
+	LEAQ  (CX)(DX*4), CX
+	MOVQ  AX, R9
+	MOVQ  x+32(FP), R10
+	MOVQ  segments+48(FP), R12
+	TESTQ R12, R12
+	JZ    four_segment_end
+
+four_segment:
+	MOVQ   k+56(FP), R11
+	SHRQ   $0x05, R11
 	VXORPS Y0, Y0, Y0
 	VXORPS Y1, Y1, Y1
 	VXORPS Y2, Y2, Y2
@@ -2222,14 +2454,19 @@ four:
 	JZ     four_step_end
 
 four_step:
-	VPBROADCASTW (R9), X4
+	LEAQ         (R8)(SI*1), R13
+	PREFETCHT0   (R13)
+	PREFETCHT0   (R13)(DX*1)
+	PREFETCHT0   (R13)(DX*2)
+	PREFETCHT0   (R13)(BX*1)
+	VPBROADCASTW (R8), X4
 	VCVTPH2PS    X4, Y4
-	VPBROADCASTD 2(R9), Y5
-	VPBROADCASTW (R9)(DX*1), X6
+	VPBROADCASTD 2(R8), Y5
+	VPBROADCASTW (R8)(DX*1), X6
 	VCVTPH2PS    X6, Y6
-	VPBROADCASTD 2(R9)(DX*1), Y7
+	VPBROADCASTD 2(R8)(DX*1), Y7
 	VMOVUPS      (R10), Y8
-	VPMOVZXBD    6(R9), Y10
+	VPMOVZXBD    6(R8), Y10
 	VPAND        lowNibble<>+0(SB), Y10, Y9
 	VPSLLD       $0x04, Y5, Y11
 	VPSRLVD      iota0<>+0(SB), Y11, Y11
@@ -2239,7 +2476,7 @@ four_step:
 	VCVTDQ2PS    Y9, Y9
 	VMULPS       Y4, Y9, Y9
 	VFMADD231PS  Y8, Y9, Y0
-	VPMOVZXBD    6(R9)(DX*1), Y11
+	VPMOVZXBD    6(R8)(DX*1), Y11
 	VPAND        lowNibble<>+0(SB), Y11, Y9
 	VPSLLD       $0x04, Y7, Y12
 	VPSRLVD      iota0<>+0(SB), Y12, Y12
@@ -2250,7 +2487,7 @@ four_step:
 	VMULPS       Y6, Y9, Y9
 	VFMADD231PS  Y8, Y9, Y1
 	VMOVUPS      32(R10), Y8
-	VPMOVZXBD    14(R9), Y12
+	VPMOVZXBD    14(R8), Y12
 	VPAND        lowNibble<>+0(SB), Y12, Y9
 	VPSRLVD      iota4<>+0(SB), Y5, Y13
 	VPAND        sixteen<>+0(SB), Y13, Y13
@@ -2259,7 +2496,7 @@ four_step:
 	VCVTDQ2PS    Y9, Y9
 	VMULPS       Y4, Y9, Y9
 	VFMADD231PS  Y8, Y9, Y0
-	VPMOVZXBD    14(R9)(DX*1), Y13
+	VPMOVZXBD    14(R8)(DX*1), Y13
 	VPAND        lowNibble<>+0(SB), Y13, Y9
 	VPSRLVD      iota4<>+0(SB), Y7, Y14
 	VPAND        sixteen<>+0(SB), Y14, Y14
@@ -2302,14 +2539,14 @@ four_step:
 	VCVTDQ2PS    Y4, Y4
 	VMULPS       Y6, Y4, Y4
 	VFMADD231PS  Y8, Y4, Y1
-	VPBROADCASTW (R9)(DX*2), X4
+	VPBROADCASTW (R8)(DX*2), X4
 	VCVTPH2PS    X4, Y4
-	VPBROADCASTD 2(R9)(DX*2), Y5
-	VPBROADCASTW (R9)(DI*1), X6
+	VPBROADCASTD 2(R8)(DX*2), Y5
+	VPBROADCASTW (R8)(BX*1), X6
 	VCVTPH2PS    X6, Y6
-	VPBROADCASTD 2(R9)(DI*1), Y7
+	VPBROADCASTD 2(R8)(BX*1), Y7
 	VMOVUPS      (R10), Y8
-	VPMOVZXBD    6(R9)(DX*2), Y10
+	VPMOVZXBD    6(R8)(DX*2), Y10
 	VPAND        lowNibble<>+0(SB), Y10, Y9
 	VPSLLD       $0x04, Y5, Y11
 	VPSRLVD      iota0<>+0(SB), Y11, Y11
@@ -2319,7 +2556,7 @@ four_step:
 	VCVTDQ2PS    Y9, Y9
 	VMULPS       Y4, Y9, Y9
 	VFMADD231PS  Y8, Y9, Y2
-	VPMOVZXBD    6(R9)(DI*1), Y11
+	VPMOVZXBD    6(R8)(BX*1), Y11
 	VPAND        lowNibble<>+0(SB), Y11, Y9
 	VPSLLD       $0x04, Y7, Y12
 	VPSRLVD      iota0<>+0(SB), Y12, Y12
@@ -2330,7 +2567,7 @@ four_step:
 	VMULPS       Y6, Y9, Y9
 	VFMADD231PS  Y8, Y9, Y3
 	VMOVUPS      32(R10), Y8
-	VPMOVZXBD    14(R9)(DX*2), Y12
+	VPMOVZXBD    14(R8)(DX*2), Y12
 	VPAND        lowNibble<>+0(SB), Y12, Y9
 	VPSRLVD      iota4<>+0(SB), Y5, Y13
 	VPAND        sixteen<>+0(SB), Y13, Y13
@@ -2339,7 +2576,7 @@ four_step:
 	VCVTDQ2PS    Y9, Y9
 	VMULPS       Y4, Y9, Y9
 	VFMADD231PS  Y8, Y9, Y2
-	VPMOVZXBD    14(R9)(DI*1), Y13
+	VPMOVZXBD    14(R8)(BX*1), Y13
 	VPAND        lowNibble<>+0(SB), Y13, Y9
 	VPSRLVD      iota4<>+0(SB), Y7, Y14
 	VPAND        sixteen<>+0(SB), Y14, Y14
@@ -2382,7 +2619,7 @@ four_step:
 	VCVTDQ2PS    Y4, Y4
 	VMULPS       Y6, Y4, Y4
 	VFMADD231PS  Y8, Y4, Y3
-	ADDQ         $0x16, R9
+	ADDQ         $0x16, R8
 	ADDQ         $0x00000080, R10
 	DECQ         R11
 	JNZ          four_step
@@ -2401,34 +2638,49 @@ four_step_end:
 	VSHUFPS      $0x88, X1, X0, X2
 	VSHUFPS      $0xdd, X1, X0, X1
 	VADDPS       X1, X2, X2
-	VMOVUPS      X2, (AX)
-	ADDQ         $0x10, AX
-	DECQ         R8
-	JMP          four
+	VMOVUPS      X2, (R9)
+	ADDQ         outStride+8(FP), R9
+	DECQ         R12
+	JNZ          four_segment
+
+four_segment_end:
+	ADDQ $0x10, AX
+	DECQ DI
+	JMP  four
 
 none:
 	VZEROUPPER
 	RET
 
-// func gemvQ5_1AVX2(out *float32, w *byte, wStride int, x *float32, groups int, k int)
-// Requires: AVX, AVX2, F16C, FMA3
-TEXT ·gemvQ5_1AVX2(SB), NOSPLIT, $0-48
+// func gemvQ5_1AVX2(out *float32, outStride int, w *byte, wStride int, x *float32, groups int, segments int, k int)
+// Requires: AVX, AVX2, F16C, FMA3, MMX+
+TEXT ·gemvQ5_1AVX2(SB), NOSPLIT, $0-64
 	MOVQ out+0(FP), AX
-	MOVQ w+8(FP), CX
-	MOVQ wStride+16(FP), DX
-	MOVQ x+24(FP), BX
-	MOVQ k+40(FP), SI
-	MOVQ groups+32(FP), R8
-	SHRQ $0x05, SI
-	LEAQ (DX)(DX*2), DI
+	MOVQ w+16(FP), CX
+	MOVQ wStride+24(FP), DX
+	MOVQ groups+40(FP), DI
+	LEAQ (DX)(DX*2), BX
+	MOVQ DX, SI
+	SHLQ $0x02, SI
+	CMPQ SI, $0x0000a000
+	JLE  rows
+	MOVQ $0x00000400, SI
 
+rows:
 four:
-	TESTQ  R8, R8
-	JZ     none
-	MOVQ   CX, R9
-	LEAQ   (CX)(DX*4), CX
-	MOVQ   BX, R10
-	MOVQ   SI, R11
+	TESTQ DI, DI
+	JZ    none
+	MOVQ  CX, R8
+	LEAQ  (CX)(DX*4), CX
+	MOVQ  AX, R9
+	MOVQ  x+32(FP), R10
+	MOVQ  segments+48(FP), R12
+	TESTQ R12, R12
+	JZ    four_segment_end
+
+four_segment:
+	MOVQ   k+56(FP), R11
+	SHRQ   $0x05, R11
 	VXORPS Y0, Y0, Y0
 	VXORPS Y1, Y1, Y1
 	VXORPS Y2, Y2, Y2
@@ -2437,13 +2689,18 @@ four:
 	JZ     four_step_end
 
 four_step:
-	VPBROADCASTW (R9), X4
+	LEAQ         (R8)(SI*1), R13
+	PREFETCHT0   (R13)
+	PREFETCHT0   (R13)(DX*1)
+	PREFETCHT0   (R13)(DX*2)
+	PREFETCHT0   (R13)(BX*1)
+	VPBROADCASTW (R8), X4
 	VCVTPH2PS    X4, Y4
-	VPBROADCASTW 2(R9), X5
+	VPBROADCASTW 2(R8), X5
 	VCVTPH2PS    X5, Y5
-	VPBROADCASTD 4(R9), Y6
+	VPBROADCASTD 4(R8), Y6
 	VMOVUPS      (R10), Y7
-	VPMOVZXBD    8(R9), Y9
+	VPMOVZXBD    8(R8), Y9
 	VPAND        lowNibble<>+0(SB), Y9, Y8
 	VPSLLD       $0x04, Y6, Y10
 	VPSRLVD      iota0<>+0(SB), Y10, Y10
@@ -2453,7 +2710,7 @@ four_step:
 	VFMADD213PS  Y5, Y4, Y8
 	VFMADD231PS  Y7, Y8, Y0
 	VMOVUPS      32(R10), Y7
-	VPMOVZXBD    16(R9), Y10
+	VPMOVZXBD    16(R8), Y10
 	VPAND        lowNibble<>+0(SB), Y10, Y8
 	VPSRLVD      iota4<>+0(SB), Y6, Y11
 	VPAND        sixteen<>+0(SB), Y11, Y11
@@ -2477,13 +2734,13 @@ four_step:
 	VCVTDQ2PS    Y8, Y8
 	VFMADD213PS  Y5, Y4, Y8
 	VFMADD231PS  Y7, Y8, Y0
-	VPBROADCASTW (R9)(DX*1), X4
+	VPBROADCASTW (R8)(DX*1), X4
 	VCVTPH2PS    X4, Y4
-	VPBROADCASTW 2(R9)(DX*1), X5
+	VPBROADCASTW 2(R8)(DX*1), X5
 	VCVTPH2PS    X5, Y5
-	VPBROADCASTD 4(R9)(DX*1), Y6
+	VPBROADCASTD 4(R8)(DX*1), Y6
 	VMOVUPS      (R10), Y7
-	VPMOVZXBD    8(R9)(DX*1), Y9
+	VPMOVZXBD    8(R8)(DX*1), Y9
 	VPAND        lowNibble<>+0(SB), Y9, Y8
 	VPSLLD       $0x04, Y6, Y10
 	VPSRLVD      iota0<>+0(SB), Y10, Y10
@@ -2493,7 +2750,7 @@ four_step:
 	VFMADD213PS  Y5, Y4, Y8
 	VFMADD231PS  Y7, Y8, Y1
 	VMOVUPS      32(R10), Y7
-	VPMOVZXBD    16(R9)(DX*1), Y10
+	VPMOVZXBD    16(R8)(DX*1), Y10
 	VPAND        lowNibble<>+0(SB), Y10, Y8
 	VPSRLVD      iota4<>+0(SB), Y6, Y11
 	VPAND        sixteen<>+0(SB), Y11, Y11
@@ -2517,13 +2774,13 @@ four_step:
 	VCVTDQ2PS    Y8, Y8
 	VFMADD213PS  Y5, Y4, Y8
 	VFMADD231PS  Y7, Y8, Y1
-	VPBROADCASTW (R9)(DX*2), X4
+	VPBROADCASTW (R8)(DX*2), X4
 	VCVTPH2PS    X4, Y4
-	VPBROADCASTW 2(R9)(DX*2), X5
+	VPBROADCASTW 2(R8)(DX*2), X5
 	VCVTPH2PS    X5, Y5
-	VPBROADCASTD 4(R9)(DX*2), Y6
+	VPBROADCASTD 4(R8)(DX*2), Y6
 	VMOVUPS      (R10), Y7
-	VPMOVZXBD    8(R9)(DX*2), Y9
+	VPMOVZXBD    8(R8)(DX*2), Y9
 	VPAND        lowNibble<>+0(SB), Y9, Y8
 	VPSLLD       $0x04, Y6, Y10
 	VPSRLVD      iota0<>+0(SB), Y10, Y10
@@ -2533,7 +2790,7 @@ four_step:
 	VFMADD213PS  Y5, Y4, Y8
 	VFMADD231PS  Y7, Y8, Y2
 	VMOVUPS      32(R10), Y7
-	VPMOVZXBD    16(R9)(DX*2), Y10
+	VPMOVZXBD    16(R8)(DX*2), Y10
 	VPAND        lowNibble<>+0(SB), Y10, Y8
 	VPSRLVD      iota4<>+0(SB), Y6, Y11
 	VPAND        sixteen<>+0(SB), Y11, Y11
@@ -2557,13 +2814,13 @@ four_step:
 	VCVTDQ2PS    Y8, Y8
 	VFMADD213PS  Y5, Y4, Y8
 	VFMADD231PS  Y7, Y8, Y2
-	VPBROADCASTW (R9)(DI*1), X4
+	VPBROADCASTW (R8)(BX*1), X4
 	VCVTPH2PS    X4, Y4
-	VPBROADCASTW 2(R9)(DI*1), X5
+	VPBROADCASTW 2(R8)(BX*1), X5
 	VCVTPH2PS    X5, Y5
-	VPBROADCASTD 4(R9)(DI*1), Y6
+	VPBROADCASTD 4(R8)(BX*1), Y6
 	VMOVUPS      (R10), Y7
-	VPMOVZXBD    8(R9)(DI*1), Y9
+	VPMOVZXBD    8(R8)(BX*1), Y9
 	VPAND        lowNibble<>+0(SB), Y9, Y8
 	VPSLLD       $0x04, Y6, Y10
 	VPSRLVD      iota0<>+0(SB), Y10, Y10
@@ -2573,7 +2830,7 @@ four_step:
 	VFMADD213PS  Y5, Y4, Y8
 	VFMADD231PS  Y7, Y8, Y3
 	VMOVUPS      32(R10), Y7
-	VPMOVZXBD    16(R9)(DI*1), Y10
+	VPMOVZXBD    16(R8)(BX*1), Y10
 	VPAND        lowNibble<>+0(SB), Y10, Y8
 	VPSRLVD      iota4<>+0(SB), Y6, Y11
 	VPAND        sixteen<>+0(SB), Y11, Y11
@@ -2597,7 +2854,7 @@ four_step:
 	VCVTDQ2PS    Y8, Y8
 	VFMADD213PS  Y5, Y4, Y8
 	VFMADD231PS  Y7, Y8, Y3
-	ADDQ         $0x18, R9
+	ADDQ         $0x18, R8
 	ADDQ         $0x00000080, R10
 	DECQ         R11
 	JNZ          four_step
@@ -2616,10 +2873,15 @@ four_step_end:
 	VSHUFPS      $0x88, X1, X0, X2
 	VSHUFPS      $0xdd, X1, X0, X1
 	VADDPS       X1, X2, X2
-	VMOVUPS      X2, (AX)
-	ADDQ         $0x10, AX
-	DECQ         R8
-	JMP          four
+	VMOVUPS      X2, (R9)
+	ADDQ         outStride+8(FP), R9
+	DECQ         R12
+	JNZ          four_segment
+
+four_segment_end:
+	ADDQ $0x10, AX
+	DECQ DI
+	JMP  four
 
 none:
 	VZEROUPPER

@@ -158,22 +158,26 @@ func TestGemvKernels(t *testing.T) {
 	for _, d := range weightTypes {
 		for _, n := range []int{32, 64, 96, 352} {
 			for groups := range 4 {
-				stride := d.RowBytes(n) + 6
+				segments := 1 + r.IntN(3)
+				stride := d.RowBytes(n*segments) + 6
 				src := make([]byte, max(groups*tileRows*stride-6, 1))
 				for i := range src {
 					src[i] = byte(r.Uint32()) &^ 0x40 // finite scales
 				}
-				w, x := guarded(t, src), guarded(t, draw(r, n, false))
-				rows := make([]float32, max(1, groups*tileRows*n))
-				want := make([]float32, groups*tileRows)
+				w, x := guarded(t, src), guarded(t, draw(r, n*segments, false))
+				rows := make([]float32, max(1, groups*tileRows*n*segments))
+				outputs := groups * tileRows
+				want := make([]float32, segments*(outputs+3)-3)
 				for g := range groups {
-					at := &rows[g*tileRows*n]
-					portableKernels.expand[d](at, 4*n, byteOffset(w, g*tileRows*stride), stride, tileRows, n)
-					portableKernels.dots(&want[g*tileRows], 0, at, 4*n, x, 0, 1, n, nil, 0)
+					at := &rows[g*tileRows*n*segments]
+					portableKernels.expand[d](at, 4*n*segments, byteOffset(w, g*tileRows*stride), stride, tileRows, n*segments)
+					for s := range segments {
+						portableKernels.dots(&want[g*tileRows+s*(outputs+3)], 0, offset(at, s*n), 4*n*segments, offset(x, s*n), 0, 1, n, nil, 0)
+					}
 				}
-				got := guarded(t, make([]float32, groups*tileRows))
-				k.gemv[d](got, w, stride, x, groups, n)
-				sameBits(t, fmt.Sprint("gemv ", d, " ", groups, " groups of ", n), unsafe.Slice(got, groups*tileRows), want)
+				got := guarded(t, make([]float32, len(want)))
+				k.gemv[d](got, 4*(outputs+3), w, stride, x, groups, segments, n)
+				sameBits(t, fmt.Sprint("gemv ", d, " ", groups, " groups of ", segments, "x", n), unsafe.Slice(got, len(want)), want)
 			}
 		}
 	}

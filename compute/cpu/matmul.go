@@ -27,7 +27,7 @@ type matmulTask struct {
 	length     int // of a segment
 	pieceRows  int // weight rows a piece
 	rowPieces  int
-	fused      func(out *float32, w *byte, wStride int, x *float32, groups, k int)
+	fused      func(out *float32, outStride int, w *byte, wStride int, x *float32, groups, segments, k int)
 	inputBlock int
 }
 
@@ -127,10 +127,7 @@ func (t *matmulTask) single(w *scratch, from, to int) {
 	if direct {
 		out = dst
 	}
-	for s := range t.segments {
-		row := (*byte)(unsafe.Add(unsafe.Pointer(t.w.row(from)), t.w.dtype.RowBytes(s*t.length)))
-		t.fused(offset(out, s*n), row, t.w.rowBytes, offset(t.src, s*t.length), n/tileRows, t.length)
-	}
+	t.fused(out, 4*n, t.w.row(from), t.w.rowBytes, t.src, n/tileRows, t.segments, t.length)
 	if !direct {
 		t.tree(w, n)
 		t.finish(dst, w.parts, n, from, 1, n)

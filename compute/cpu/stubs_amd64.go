@@ -52,42 +52,42 @@ func expandQ5_1AVX2(dst *float32, dstStride int, src *byte, srcStride int, rows 
 // gemvF32AVX2 is kernels.gemv.
 //
 //go:noescape
-func gemvF32AVX2(out *float32, w *byte, wStride int, x *float32, groups int, k int)
+func gemvF32AVX2(out *float32, outStride int, w *byte, wStride int, x *float32, groups int, segments int, k int)
 
 // gemvF16AVX2 is kernels.gemv.
 //
 //go:noescape
-func gemvF16AVX2(out *float32, w *byte, wStride int, x *float32, groups int, k int)
+func gemvF16AVX2(out *float32, outStride int, w *byte, wStride int, x *float32, groups int, segments int, k int)
 
 // gemvBF16AVX2 is kernels.gemv.
 //
 //go:noescape
-func gemvBF16AVX2(out *float32, w *byte, wStride int, x *float32, groups int, k int)
+func gemvBF16AVX2(out *float32, outStride int, w *byte, wStride int, x *float32, groups int, segments int, k int)
 
 // gemvQ8_0AVX2 is kernels.gemv.
 //
 //go:noescape
-func gemvQ8_0AVX2(out *float32, w *byte, wStride int, x *float32, groups int, k int)
+func gemvQ8_0AVX2(out *float32, outStride int, w *byte, wStride int, x *float32, groups int, segments int, k int)
 
 // gemvQ4_0AVX2 is kernels.gemv.
 //
 //go:noescape
-func gemvQ4_0AVX2(out *float32, w *byte, wStride int, x *float32, groups int, k int)
+func gemvQ4_0AVX2(out *float32, outStride int, w *byte, wStride int, x *float32, groups int, segments int, k int)
 
 // gemvQ4_1AVX2 is kernels.gemv.
 //
 //go:noescape
-func gemvQ4_1AVX2(out *float32, w *byte, wStride int, x *float32, groups int, k int)
+func gemvQ4_1AVX2(out *float32, outStride int, w *byte, wStride int, x *float32, groups int, segments int, k int)
 
 // gemvQ5_0AVX2 is kernels.gemv.
 //
 //go:noescape
-func gemvQ5_0AVX2(out *float32, w *byte, wStride int, x *float32, groups int, k int)
+func gemvQ5_0AVX2(out *float32, outStride int, w *byte, wStride int, x *float32, groups int, segments int, k int)
 
 // gemvQ5_1AVX2 is kernels.gemv.
 //
 //go:noescape
-func gemvQ5_1AVX2(out *float32, w *byte, wStride int, x *float32, groups int, k int)
+func gemvQ5_1AVX2(out *float32, outStride int, w *byte, wStride int, x *float32, groups int, segments int, k int)
 
 // finishAVX2 is kernels.finish for n divisible by 8.
 //

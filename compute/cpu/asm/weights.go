@@ -136,11 +136,15 @@ func expands() {
 		dst, dstStride, src, srcStride, rows, n := param("dst"), param("dstStride"), param("src"), param("srcStride"), param("rows"), param("n")
 		d, s, left := GP64(), GP64(), GP64()
 		SHRQ(imm(bits.Len(uint(t.elements))-1), n)
+		ahead := GP64() // to the same place of the rows that come next
+		MOVQ(rows, ahead)
+		IMULQ(srcStride, ahead)
 		count("row", rows, func() {
 			MOVQ(dst, d)
 			MOVQ(src, s)
 			MOVQ(n, left)
 			count("step", left, func() {
+				PREFETCHT0(Mem{Base: s, Index: ahead, Scale: 1})
 				convert := t.begin(Mem{Base: s})
 				for i := range t.elements / 8 {
 					VMOVUPS(convert(i), Mem{Base: d, Disp: 32 * i})
@@ -155,28 +159,34 @@ func expands() {
 	}
 }
 
-// gemvs multiplies four weight rows with one vector, converting in registers. Of each row only one sum
-// is in flight, but four rows and the conversions keep the units busier than memory can feed them.
+// gemvs multiplies four or eight weight rows with one vector, converting in registers. The rows lie
+// one after the other but are walked side by side, in runs too short for the processor to foresee, so
+// every load asks for the same place of the next rows; long rows, for a place further on.
 func gemvs() {
 	for _, t := range weightTypes {
-		function("gemv"+t.name+"AVX2", "(out *float32, w *byte, wStride int, x *float32, groups, k int)",
+		function("gemv"+t.name+"AVX2", "(out *float32, outStride int, w *byte, wStride int, x *float32, groups, segments, k int)",
 			fmt.Sprintf("gemv%sAVX2 is kernels.gemv.", t.name))
-		g := gemvArgs{out: param("out"), w: param("w"), wStride: param("wStride"), x: param("x"), steps: param("k"), wStride3: GP64()}
+		g := gemvArgs{out: param("out"), w: param("w"), wStride: param("wStride"), wStride3: GP64(), ahead: GP64()}
 		groups := param("groups")
-		SHRQ(Imm(5), g.steps)
 		LEAQ(Mem{Base: g.wStride, Index: g.wStride, Scale: 2}, g.wStride3)
+		MOVQ(g.wStride, g.ahead)
+		SHLQ(imm(bits.Len(uint(t.rows))-1), g.ahead)
+		CMPQ(g.ahead, imm(40<<10))
+		JLE(LabelRef("rows"))
+		MOVQ(imm(1024), g.ahead)
+		Label("rows")
 		if t.rows == 8 {
 			Label("eight")
 			CMPQ(groups, Imm(2))
 			JL(LabelRef("four"))
-			g.rows(t, 8, "eight_step")
+			g.rows(t, 8, "eight")
 			SUBQ(Imm(2), groups)
 			JMP(LabelRef("eight"))
 		}
 		Label("four")
 		TESTQ(groups, groups)
 		JZ(LabelRef("none"))
-		g.rows(t, 4, "four_step")
+		g.rows(t, 4, "four")
 		DECQ(groups)
 		JMP(LabelRef("four"))
 		Label("none")
@@ -184,7 +194,7 @@ func gemvs() {
 	}
 }
 
-type gemvArgs struct{ out, w, wStride, wStride3, x, steps reg.GPVirtual }
+type gemvArgs struct{ out, w, wStride, wStride3, ahead reg.GPVirtual }
 
 func (g gemvArgs) rows(t weightType, n int, label string) {
 	var src []reg.GPVirtual
@@ -194,32 +204,52 @@ func (g gemvArgs) rows(t weightType, n int, label string) {
 		MOVQ(g.w, s)
 		LEAQ(Mem{Base: g.w, Index: g.wStride, Scale: 4}, g.w)
 		src = append(src, s)
-		row = append(row, Mem{Base: s}, Mem{Base: s, Index: g.wStride, Scale: 1}, Mem{Base: s, Index: g.wStride, Scale: 2}, Mem{Base: s, Index: g.wStride3, Scale: 1})
+		row = append(row, fourRows(s, g.wStride, g.wStride3)...)
 	}
-	in, left := GP64(), GP64()
-	MOVQ(g.x, in)
-	MOVQ(g.steps, left)
-	var acc []reg.VecVirtual
-	for range n {
-		a := YMM()
-		VXORPS(a, a, a)
-		acc = append(acc, a)
-	}
-	count(label, left, func() {
-		for j := 0; j < n; j += t.turns {
-			for step := range 32 / t.elements {
-				t.products(row[j:j+t.turns], acc[j:j+t.turns], step, in)
+	out, in, left, segments := GP64(), GP64(), GP64(), GP64()
+	MOVQ(g.out, out)
+	Load(Param("x"), in)
+	Load(Param("segments"), segments)
+	count(label+"_segment", segments, func() {
+		Load(Param("k"), left)
+		SHRQ(Imm(5), left)
+		var acc []reg.VecVirtual
+		for range n {
+			a := YMM()
+			VXORPS(a, a, a)
+			acc = append(acc, a)
+		}
+		size := 32 / t.elements * t.bytes // of a step of one row
+		count(label+"_step", left, func() {
+			next := GP64()
+			for _, s := range src {
+				LEAQ(Mem{Base: s, Index: g.ahead, Scale: 1}, next)
+				for _, r := range fourRows(next, g.wStride, g.wStride3) {
+					for p := 0; p < size; p += 64 {
+						PREFETCHT0(r.Offset(p))
+					}
+				}
 			}
+			for j := 0; j < n; j += t.turns {
+				for step := range 32 / t.elements {
+					t.products(row[j:j+t.turns], acc[j:j+t.turns], step, in)
+				}
+			}
+			for _, s := range src {
+				ADDQ(imm(size), s)
+			}
+			ADDQ(imm(128), in)
+		})
+		for j := 0; j < n; j += 4 {
+			VMOVUPS(reduce4(acc[j:j+4]), Mem{Base: out, Disp: 4 * j})
 		}
-		for _, s := range src {
-			ADDQ(imm(32/t.elements*t.bytes), s)
-		}
-		ADDQ(imm(128), in)
+		ADDQ(NewParamAddr("outStride", 8), out)
 	})
-	for j := 0; j < n; j += 4 {
-		VMOVUPS(reduce4(acc[j:j+4]), Mem{Base: g.out, Disp: 4 * j})
-	}
 	ADDQ(imm(4*n), g.out)
+}
+
+func fourRows(base, stride, stride3 reg.GPVirtual) []Mem {
+	return []Mem{{Base: base}, {Base: base, Index: stride, Scale: 1}, {Base: base, Index: stride, Scale: 2}, {Base: base, Index: stride3, Scale: 1}}
 }
 
 // products adds one step of some rows to their accumulators. The rows take turns, so that the FMAs of
