@@ -6,6 +6,7 @@ import (
 	"strings"
 	"time"
 
+	"baton/mtls"
 	"baton/transfer"
 	"baton/transfer/shm"
 	"baton/transfer/tcp"
@@ -18,6 +19,8 @@ type Options struct {
 	Streams   int           // tcp, tcp-push: most connections for one transfer
 	Threads   int           // shm: copies that run at once
 	Timeout   time.Duration // longest silence of a peer
+
+	TLS *mtls.Identity // tcp, tcp-push: required of every peer; nil is plain
 }
 
 // Names are the backends that Open knows.
@@ -44,7 +47,7 @@ func Open(name string, mem *transfer.Memory, opt Options) (transfer.Endpoint, er
 }
 
 func (o Options) tcp() tcp.Options {
-	return tcp.Options{Listen: o.Listen, Advertise: o.Advertise, Streams: o.Streams, Timeout: o.Timeout}
+	return tcp.Options{Listen: o.Listen, Advertise: o.Advertise, Streams: o.Streams, Timeout: o.Timeout, TLS: o.TLS}
 }
 
 // open keeps a nil pointer from becoming an interface that is not nil.

@@ -324,6 +324,11 @@ func TestExports(t *testing.T) {
 					t.Errorf("%s: got %+v, want a refusal", c.name, st)
 				}
 			}
+			for _, bad := range [][]byte{nil, make([]byte, 257)} {
+				if _, err := to.Pull(t.Context(), from.Describe(), 1, bad, nil); err == nil {
+					t.Errorf("a capability of %d bytes was sent", len(bad))
+				}
+			}
 			if err := from.Export(1, capability, nil); err == nil {
 				t.Error("exported twice")
 			}

@@ -42,11 +42,16 @@ type side struct {
 
 func open(tb testing.TB, name string, size int64) side {
 	tb.Helper()
+	return openWith(tb, name, size, backends.Options{})
+}
+
+func openWith(tb testing.TB, name string, size int64, opt backends.Options) side {
+	tb.Helper()
 	mem, err := transfer.NewMemory(size, "test")
 	if err != nil {
 		tb.Fatal(err)
 	}
-	e, err := backends.Open(name, mem, backends.Options{})
+	e, err := backends.Open(name, mem, opt)
 	if err != nil {
 		tb.Fatal(err)
 	}

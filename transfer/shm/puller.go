@@ -32,6 +32,9 @@ func (e *Endpoint) Pull(ctx context.Context, peer []byte, handoff uint64, capabi
 	if err != nil {
 		return fail(err)
 	}
+	if err := backend.CheckCapability(capability); err != nil {
+		return fail(err)
+	}
 	e.mu.Lock()
 	if e.life.Err() != nil {
 		e.mu.Unlock()

@@ -1,6 +1,7 @@
 package tcp
 
 import (
+	"bufio"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -10,6 +11,7 @@ import (
 	"sync"
 	"time"
 
+	"baton/mtls"
 	"baton/transfer"
 	"baton/transfer/internal/backend"
 )
@@ -19,17 +21,23 @@ type conn struct {
 	net.Conn
 	timeout time.Duration
 	extends *deadlines
+	gather  *bufio.Writer // under TLS: makes whole records of small pieces
 }
 
 // deadlines remembers when the connection's were set, for setting them costs as much as a small read.
 type deadlines struct{ read, write time.Time }
 
-func newConn(nc net.Conn, opt Options) conn {
+// newConn is a connection over nc, through secure if that is not nil.
+func newConn(nc net.Conn, secure *mtls.Conn, opt Options) conn {
 	if tc, ok := nc.(*net.TCPConn); ok && opt.SocketBuffer > 0 {
 		tc.SetReadBuffer(opt.SocketBuffer)
 		tc.SetWriteBuffer(opt.SocketBuffer)
 	}
-	return conn{nc, opt.Timeout, new(deadlines)}
+	c := conn{Conn: nc, timeout: opt.Timeout, extends: new(deadlines)}
+	if secure != nil {
+		c.Conn, c.gather = secure, bufio.NewWriterSize(secure, 64<<10)
+	}
+	return c
 }
 
 // awaitRead allows the next reads a pause of at least three quarters of the timeout.
@@ -133,22 +141,30 @@ const (
 func (p *pool) take(key peerKey) (conn, bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	p.sweep()
 	list := p.idle[key]
 	if len(list) == 0 {
 		return conn{}, false
 	}
 	c := list[len(list)-1]
-	if time.Since(c.since) > maxIdleTime { // then all of them are as old
-		for _, c := range list {
-			c.Close()
-		}
-		delete(p.idle, key)
-		return conn{}, false
-	}
 	if p.idle[key] = list[:len(list)-1]; len(list) == 1 {
 		delete(p.idle, key)
 	}
 	return c.conn, true
+}
+
+// sweep closes what has been idle for too long, also towards peers that are gone; p.mu is held.
+func (p *pool) sweep() {
+	for key, list := range p.idle { // oldest first
+		n := 0
+		for n < len(list) && time.Since(list[n].since) > maxIdleTime {
+			list[n].Close()
+			n++
+		}
+		if p.idle[key] = list[n:]; n == len(list) {
+			delete(p.idle, key)
+		}
+	}
 }
 
 // keep returns a connection between two requests to the pool.
@@ -194,7 +210,15 @@ func (p *pool) dial(ctx context.Context, key peerKey) (conn, error) {
 	if err != nil {
 		return conn{}, &lostError{err}
 	}
-	c := newConn(nc, p.opt)
+	var secure *mtls.Conn
+	if p.opt.TLS != nil {
+		ctx, cancel := context.WithTimeout(ctx, p.opt.Timeout)
+		defer cancel()
+		if secure, err = mtls.Client(ctx, nc, p.opt.TLS.Client(), key.addr); err != nil {
+			return conn{}, &lostError{err}
+		}
+	}
+	c := newConn(nc, secure, p.opt)
 	if err := c.write(binary.LittleEndian.AppendUint64([]byte(magic), key.incarnation)); err != nil {
 		c.Close()
 		return conn{}, &lostError{err}
@@ -262,8 +286,7 @@ func (c conn) send(head, mem []byte, ranges []transfer.Range, moved func(int64))
 		if err := c.awaitWrite(); err != nil {
 			return err
 		}
-		out := pieces // WriteTo consumes its receiver
-		if _, err := out.WriteTo(c.Conn); err != nil {
+		if err := c.writeAll(pieces); err != nil {
 			return &lostError{err}
 		}
 		moved(have)
@@ -286,6 +309,20 @@ func (c conn) send(head, mem []byte, ranges []transfer.Range, moved func(int64))
 		return nil
 	}
 	return flush()
+}
+
+// writeAll sends pieces, in as few system calls as it takes.
+func (c conn) writeAll(pieces net.Buffers) error {
+	if c.gather == nil {
+		_, err := pieces.WriteTo(c.Conn) // it consumes its receiver, here a copy
+		return err
+	}
+	for _, p := range pieces {
+		if _, err := c.gather.Write(p); err != nil {
+			return err
+		}
+	}
+	return c.gather.Flush()
 }
 
 // receive reads the ranges of mem from the connection, straight to there.

@@ -45,12 +45,15 @@ func (p *Puller) Revoke(handoff uint64) bool { return p.exports.Revoke(handoff) 
 
 // Pull copies from the peer that peer describes.
 func (p *Puller) Pull(ctx context.Context, peer []byte, handoff uint64, capability []byte, copies []transfer.Copy) (transfer.Handle, error) {
-	desc, err := backend.ParseDescription(peer, PullName)
+	desc, err := p.describes(peer)
 	if err != nil {
 		return nil, p.failure("pull", "", err)
 	}
 	src, dst, err := backend.Split(copies, desc.Size, int64(len(p.mem.Data)))
 	if err != nil {
+		return nil, p.failure("pull", desc.Addr, err)
+	}
+	if err := backend.CheckCapability(capability); err != nil {
 		return nil, p.failure("pull", desc.Addr, err)
 	}
 	key := peerKey{desc.Addr, desc.Incarnation}

@@ -187,7 +187,7 @@ func (p *Pusher) finish(x *expectation, size int64, err error) {
 
 // Push writes to the peer that peer describes, under its tag. It is Done when the peer has every byte.
 func (p *Pusher) Push(ctx context.Context, peer, tagged []byte, copies []transfer.Copy) (transfer.Handle, error) {
-	desc, err := backend.ParseDescription(peer, PushName)
+	desc, err := p.describes(peer)
 	if err != nil {
 		return nil, p.failure("push", "", err)
 	}

@@ -4,7 +4,9 @@
 // memory, without a buffer between, over several connections when there is much to move. Connections are
 // kept for later transfers.
 //
-// Bytes travel in the clear and peers are known by capability alone: use it within a trusted network.
+// With Options.TLS both sides prove who they are before a word of the protocol is said, and bytes are
+// encrypted, which costs a copy on either side. Without it they travel in the clear and peers are known by
+// capability alone: that is for loopback and networks of one owner.
 package tcp
 
 import (
@@ -19,6 +21,7 @@ import (
 	"sync"
 	"time"
 
+	"baton/mtls"
 	"baton/transfer"
 	"baton/transfer/internal/backend"
 )
@@ -43,6 +46,8 @@ type Options struct {
 	Timeout time.Duration
 	// SocketBuffer sets the kernel's buffers of each connection in bytes. By default the kernel sizes them.
 	SocketBuffer int
+	// TLS, when set, is required of every peer.
+	TLS *mtls.Identity
 }
 
 // minStream is how many bytes are worth a connection of their own.
@@ -109,7 +114,22 @@ func (e *endpoint) failure(op, peer string, err error) error {
 
 // Describe returns what a peer needs to reach this memory.
 func (e *endpoint) Describe() []byte {
-	return backend.Description{Backend: e.name, Addr: e.addr, Incarnation: e.id, Size: int64(len(e.mem.Data))}.Encode()
+	return backend.Description{
+		Backend: e.name, Addr: e.addr, Incarnation: e.id, Size: int64(len(e.mem.Data)), TLS: e.opt.TLS != nil,
+	}.Encode()
+}
+
+// describes decodes the description of a peer that this side can speak to.
+func (e *endpoint) describes(peer []byte) (backend.Description, error) {
+	d, err := backend.ParseDescription(peer, e.name)
+	switch {
+	case err != nil:
+	case d.TLS && e.opt.TLS == nil:
+		err = fmt.Errorf("the peer at %s takes TLS only: start this engine with --tls-ca, --tls-cert and --tls-key", d.Addr)
+	case !d.TLS && e.opt.TLS != nil:
+		err = fmt.Errorf("the peer at %s does not use TLS and this side does: start that engine with --tls-ca, --tls-cert and --tls-key", d.Addr)
+	}
+	return d, err
 }
 
 // Close ends all transfers and waits until none touches the memory.
@@ -177,10 +197,18 @@ const (
 
 var errIncarnation = fmt.Errorf("%w: another process has this address now", transfer.ErrRefused)
 
-// greet reads and checks a hello. Requests are read through the buffer that it returns; the bytes of a
-// push are not, and come only after a verdict.
+// greet secures a connection, then reads and checks a hello. Requests are read through the buffer that it
+// returns; the bytes of a push are not, and come only after a verdict.
 func (e *endpoint) greet(s *backend.Session) (conn, *bufio.Reader, error) {
-	c, r := newConn(s.Conn, e.opt), bufio.NewReader(s)
+	var secure *mtls.Conn
+	if e.opt.TLS != nil {
+		var err error
+		if secure, err = mtls.Server(e.life, s.Conn, e.opt.TLS.Server()); err != nil {
+			return conn{}, nil, err
+		}
+	}
+	c := newConn(s.Conn, secure, e.opt)
+	r := bufio.NewReader(c)
 	var hello [helloSize]byte
 	if _, err := io.ReadFull(r, hello[:]); err != nil {
 		return c, r, err

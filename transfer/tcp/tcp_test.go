@@ -282,10 +282,14 @@ func TestConnectionsAreKept(t *testing.T) {
 	if n := len(dst.pool.idle[key]); n != 1 {
 		t.Errorf("%d connections kept, want the new one", n)
 	}
+	old := dst.pool.idle[key][0]
 	dst.pool.idle[key][0].since = time.Now().Add(-time.Hour)
 	pull(10)
-	if n := len(dst.pool.idle[key]); n != 1 {
-		t.Errorf("%d connections, want an old one replaced", n)
+	if list := dst.pool.idle[key]; len(list) != 1 || list[0].Conn == old.Conn {
+		t.Errorf("%d connections, want one, not the old one", len(list))
+	}
+	if err := old.SetDeadline(time.Time{}); !errors.Is(err, net.ErrClosed) {
+		t.Errorf("the old connection is still open: %v", err)
 	}
 }
 

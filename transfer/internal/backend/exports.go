@@ -25,10 +25,18 @@ type export struct {
 // maxCapability bounds a capability in bytes.
 const maxCapability = 256
 
+// CheckCapability bounds the length.
+func CheckCapability(capability []byte) error {
+	if len(capability) == 0 || len(capability) > maxCapability {
+		return fmt.Errorf("a capability of %d bytes, want 1 to %d", len(capability), maxCapability)
+	}
+	return nil
+}
+
 // Add opens an export of ranges in a memory of size bytes.
 func (e *Exports) Add(handoff uint64, capability []byte, ranges []transfer.Range, size int64) error {
-	if len(capability) == 0 || len(capability) > maxCapability {
-		return fmt.Errorf("handoff %d: a capability of %d bytes, want 1 to %d", handoff, len(capability), maxCapability)
+	if err := CheckCapability(capability); err != nil {
+		return fmt.Errorf("handoff %d: %w", handoff, err)
 	}
 	set, err := NewSet(ranges, size)
 	if err != nil {

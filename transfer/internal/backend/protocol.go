@@ -18,6 +18,7 @@ type Description struct {
 	Addr        string `json:"addr"`
 	Incarnation uint64 `json:"incarnation,string"`
 	Size        int64  `json:"size"`
+	TLS         bool   `json:"tls,omitempty"`
 }
 
 // Encode returns the description as JSON.
