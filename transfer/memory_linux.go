@@ -21,19 +21,30 @@ func mapMemory(size int64, name string) (*Memory, error) {
 		unix.Close(fd)
 		return nil, os.NewSyscallError("ftruncate", err)
 	}
-	// Readers in other processes rely on the size: a page that vanished would kill them.
-	if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, unix.F_SEAL_SHRINK|unix.F_SEAL_GROW|unix.F_SEAL_SEAL); err != nil {
-		unix.Close(fd)
-		return nil, os.NewSyscallError("fcntl(F_ADD_SEALS)", err)
-	}
 	mapped, err := unix.Mmap(fd, 0, int(whole), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
 	if err != nil {
 		unix.Close(fd)
 		return nil, os.NewSyscallError("mmap", err)
 	}
+	if err := seal(fd); err != nil {
+		unix.Munmap(mapped)
+		unix.Close(fd)
+		return nil, err
+	}
 	// Huge pages where the system grants them to shared memory; it is as well without.
 	_ = unix.Madvise(mapped, unix.MADV_HUGEPAGE)
 	return &Memory{Data: mapped[:size:size], FD: fd, mapped: mapped}, nil
+}
+
+// seal fixes the size, for readers in other processes rely on it: a page that vanished would kill them.
+// And it makes the mapping that there is the last one that can write, so that a reader stays one.
+func seal(fd int) error {
+	const size = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
+	_, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, size|unix.F_SEAL_FUTURE_WRITE)
+	if err == unix.EINVAL { // a kernel before 5.1
+		_, err = unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, size)
+	}
+	return os.NewSyscallError("fcntl(F_ADD_SEALS)", err)
 }
 
 // memfdName fits name to the kernel's rules.
