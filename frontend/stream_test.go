@@ -27,7 +27,9 @@ func drawRequest(t *rapid.T, path string) string {
 	maybe("ignore_eos", true)
 	maybe("skip_special_tokens", false)
 	maybe("return_token_ids", true)
-	if m["stop"] == nil { // with it, the figures of the last leg depend on when it ended
+	// With stop strings, the figures of the last leg depend on when it ended; with several choices, those of
+	// the first one on which of them came first.
+	if m["stop"] == nil && m["n"] == 1 {
 		maybe("return_handoff", true)
 	}
 	maybe("return_tokens_as_token_ids", true)

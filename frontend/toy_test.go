@@ -1,7 +1,6 @@
 package frontend
 
 import (
-	"cmp"
 	"context"
 	"encoding/binary"
 	"encoding/json"
@@ -300,24 +299,21 @@ func (s *toyStream) promptResult(res *wire.Result) {
 	}
 }
 
+// sample takes the likeliest allowed token, or with a temperature one of the 16 likeliest by a hash of
+// (seed, choice, position).
 func (s *toyStream) sample() (int32, float32, wire.TokenLogprobs) {
 	scores := toyScores(s.prefix)
 	p := &s.req.Sampling
-	allowed := func(id int) bool {
-		return !(s.made() < p.MinTokens && s.ends(int32(id)) || s.b.endless && id == toyEnd)
+	rank := uint64(0)
+	if p.Temperature > 0 {
+		rank = toyHash(p.Seed, uint64(p.Choice), uint64(len(s.prefix)), uint64(math.Float32bits(p.Temperature))) % 16
 	}
-	best, bestScore := 0, math.Inf(-1)
-	for id, lp := range scores {
-		score := float64(lp)
-		if p.Temperature > 0 { // Gumbel's trick, keyed by (seed, choice, position)
-			u := float64(toyHash(p.Seed, uint64(p.Choice), uint64(len(s.prefix)), uint64(id))>>11+1) / (1 << 53)
-			score = score/float64(p.Temperature) - math.Log(-math.Log(u))
-		}
-		if allowed(id) && score > bestScore {
-			best, bestScore = id, score
-		}
+	top := toyTop(scores, 20)
+	id := top.IDs[rank]
+	for i := 0; s.made() < p.MinTokens && s.ends(id) || s.b.endless && id == toyEnd; i++ {
+		id = top.IDs[i]
 	}
-	return int32(best), scores[best], toyTop(scores, p.TopLogprobs)
+	return id, scores[id], wire.TokenLogprobs{IDs: top.IDs[:p.TopLogprobs:p.TopLogprobs], Logprobs: top.Logprobs[:p.TopLogprobs:p.TopLogprobs]}
 }
 
 // toyScores are the log-probabilities of all tokens after prefix.
@@ -344,20 +340,18 @@ func toyScores(prefix []int32) []float32 {
 	return scores
 }
 
+// toyTop lists the k likeliest tokens, best first, of equal ones the lower id.
 func toyTop(scores []float32, k int) wire.TokenLogprobs {
-	if k == 0 {
-		return wire.TokenLogprobs{}
-	}
-	ids := make([]int32, len(scores))
-	for i := range ids {
-		ids[i] = int32(i)
-	}
-	slices.SortFunc(ids, func(a, b int32) int {
-		return cmp.Or(cmp.Compare(scores[b], scores[a]), cmp.Compare(a, b))
-	})
-	top := wire.TokenLogprobs{IDs: slices.Clone(ids[:k])}
-	for _, id := range top.IDs {
-		top.Logprobs = append(top.Logprobs, scores[id])
+	var top wire.TokenLogprobs
+	for id, lp := range scores {
+		at := len(top.IDs)
+		for at > 0 && top.Logprobs[at-1] < lp {
+			at--
+		}
+		if at < k {
+			top.IDs = slices.Insert(top.IDs, at, int32(id))[:min(k, len(top.IDs)+1)]
+			top.Logprobs = slices.Insert(top.Logprobs, at, lp)[:len(top.IDs)]
+		}
 	}
 	return top
 }
