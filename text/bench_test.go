@@ -9,8 +9,10 @@ import (
 
 // benchText is prose, code, digits and other scripts, none of it repeated word for word too often.
 func benchText(b *testing.B) string {
-	var tiny tinyVectors
-	readVectors(b, filepath.Join("testdata", "tiny.json.gz"), &tiny)
+	tiny, err := tinyTokenizers()
+	if err != nil {
+		b.Fatal(err)
+	}
 	var all strings.Builder
 	files, _ := filepath.Glob("*.go")
 	for _, f := range files {

@@ -14,6 +14,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 
 	"baton/tensor"
@@ -171,10 +172,40 @@ func tryBytes(tokenizerJSON []byte) (*Tokenizer, error) {
 	return s.build()
 }
 
+// tinyTokenizers are the small tokenizers of testdata, one for each feature.
+var tinyTokenizers = sync.OnceValues(func() (v tinyVectors, err error) {
+	f, err := os.Open(filepath.Join(*vectorDir, "tiny.json.gz"))
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	z, err := gzip.NewReader(f)
+	if err != nil {
+		return nil, err
+	}
+	err = json.UnmarshalRead(z, &v)
+	return v, err
+})
+
+func tinyTokenizer(t testing.TB, name string) *Tokenizer {
+	t.Helper()
+	tiny, err := tinyTokenizers()
+	if err != nil {
+		t.Fatal(err)
+	}
+	v, ok := tiny[name]
+	if !ok {
+		t.Fatalf("no tiny tokenizer %q", name)
+	}
+	return loadBytes(t, v.Tokenizer)
+}
+
 // TestTiny compares small tokenizers, one for each feature, with Hugging Face's.
 func TestTiny(t *testing.T) {
-	var tiny tinyVectors
-	readVectors(t, filepath.Join(*vectorDir, "tiny.json.gz"), &tiny)
+	tiny, err := tinyTokenizers()
+	if err != nil || len(tiny) < 20 {
+		t.Fatalf("%d small tokenizers: %v", len(tiny), err)
+	}
 	for name, v := range tiny {
 		t.Run(name, func(t *testing.T) { v.Vectors.check(t, loadBytes(t, v.Tokenizer)) })
 	}
@@ -191,17 +222,51 @@ func TestReal(t *testing.T) {
 		}
 		t.Run(name, func(t *testing.T) {
 			var v struct {
-				SHA256  string  `json:"sha256"`
-				Vectors vectors `json:"vectors"`
+				SHA256  string       `json:"sha256"`
+				Chats   []chatVector `json:"chats"`
+				Vectors vectors      `json:"vectors"`
 			}
 			readVectors(t, file, &v)
 			path, ok := found[v.SHA256]
 			if !ok {
 				t.Skipf("no tokenizer with SHA-256 %s in the cache: run scripts/fetch-tokenizers", v.SHA256)
 			}
-			v.Vectors.check(t, loadAny(t, path))
+			tok := loadAny(t, path)
+			v.Vectors.check(t, tok)
+			if len(v.Chats) > 0 {
+				checkChats(t, tok, v.Chats)
+			}
 		})
 	}
+}
+
+// chatVector is a chat, its prompt by the model's own template, and the prompt's ids.
+type chatVector struct {
+	messages jsontext.Value
+	text     string
+	ids      []int32
+}
+
+func (v *chatVector) UnmarshalJSON(b []byte) error {
+	return unmarshalTuple(b, &v.messages, &v.text, &v.ids)
+}
+
+func checkChats(t *testing.T, tok *Tokenizer, chats []chatVector) {
+	tm, err := tok.Template("")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range chats {
+		p, err := tm.Render(t.Context(), Chat{Messages: c.messages, AddGenerationPrompt: true})
+		if err != nil || p.Text != c.text {
+			t.Errorf("%s:\n got %q, %v\nwant %q", c.messages, p.Text, err, c.text)
+			continue
+		}
+		if ids, err := tok.EncodePrompt(p); err != nil || !slices.Equal(ids, c.ids) {
+			t.Errorf("%q:\n got %q, %v\nwant %q", p.Text, pieces(tok, ids), err, pieces(tok, c.ids))
+		}
+	}
+	t.Logf("%d chats", len(chats))
 }
 
 func loadAny(t testing.TB, path string) *Tokenizer {
@@ -251,11 +316,9 @@ func cachedTokenizers(t testing.TB) map[string]string {
 	return found
 }
 
-// TestNoPlainDifference: without look-alikes it makes no difference whether special tokens are parsed.
+// TestLookAlikesAreText: only with ParseSpecial is a special token what spells it out.
 func TestLookAlikesAreText(t *testing.T) {
-	var tiny tinyVectors
-	readVectors(t, filepath.Join(*vectorDir, "tiny.json.gz"), &tiny)
-	tok := loadBytes(t, tiny["llama"].Tokenizer)
+	tok := tinyTokenizer(t, "llama")
 	start, _ := tok.TokenID("<|im_start|>")
 	parsed, _ := tok.Encode("a<|im_start|>b", EncodeOptions{ParseSpecial: true})
 	plain, _ := tok.Encode("a<|im_start|>b", EncodeOptions{})
@@ -268,4 +331,31 @@ func TestLookAlikesAreText(t *testing.T) {
 	if bytes.Contains(tok.TokenBytes(plain[1]), []byte("im_start")) {
 		t.Errorf("look-alike is one token: %q", tok.TokenBytes(plain[1]))
 	}
+}
+
+// TestConcurrentUse shares one tokenizer, its cache and a template among goroutines.
+func TestConcurrentUse(t *testing.T) {
+	tok := tinyTokenizer(t, "llama")
+	tm, err := tok.NewTemplate("chat", chatML)
+	if err != nil {
+		t.Fatal(err)
+	}
+	tiny, _ := tinyTokenizers()
+	var wg sync.WaitGroup
+	for range 4 {
+		wg.Go(func() {
+			for _, e := range tiny["llama"].Vectors.Encode {
+				got, err := tok.Encode(e.text, EncodeOptions{ParseSpecial: true})
+				if err != nil || !slices.Equal(got, e.ids) {
+					t.Errorf("Encode(%q) = %v, %v, want %v", e.text, got, err, e.ids)
+				}
+				content, _ := json.Marshal([]map[string]string{{"role": "user", "content": e.text}})
+				p, err := tm.Render(t.Context(), Chat{Messages: content})
+				if want := "<|im_start|>user\n" + e.text + "<|im_end|>\n"; err != nil || p.Text != want {
+					t.Errorf("Render(%q) = %q, %v", e.text, p.Text, err)
+				}
+			}
+		})
+	}
+	wg.Wait()
 }

@@ -2,7 +2,6 @@ package text
 
 import (
 	"fmt"
-	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -10,17 +9,6 @@ import (
 
 	"pgregory.net/rapid"
 )
-
-func tinyTokenizer(t testing.TB, name string) *Tokenizer {
-	t.Helper()
-	var tiny tinyVectors
-	readVectors(t, filepath.Join("testdata", "tiny.json.gz"), &tiny)
-	v, ok := tiny[name]
-	if !ok {
-		t.Fatalf("no tiny tokenizer %q", name)
-	}
-	return loadBytes(t, v.Tokenizer)
-}
 
 func TestDecodeUTF8(t *testing.T) {
 	for _, c := range []struct{ bytes, text, rest string }{
@@ -89,7 +77,7 @@ func TestRoundTrip(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			rapid.Check(t, func(t *rapid.T) {
 				s := rapid.OneOf(rapid.String(), rapid.StringMatching(`([a-zA-Z0-9 \n\r\t'./]|<\|im_(start|end)\|>|é|中|😀){0,60}`)).Draw(t, "s")
-				if name == "qwen-marks" {
+				if name == "qwen-marks" { // what comes back is the normalized text
 					s, _ = tok.normalizeText(s)
 				}
 				for _, parse := range []bool{false, true} {

@@ -102,9 +102,7 @@ const chatML = `{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.con
 
 // TestContentStaysText renders chats with look-alikes in every place that a client can write to.
 func TestContentStaysText(t *testing.T) {
-	var tiny tinyVectors
-	readVectors(t, filepath.Join(*vectorDir, "tiny.json.gz"), &tiny)
-	tok := loadBytes(t, tiny["llama"].Tokenizer)
+	tok := tinyTokenizer(t, "llama")
 	start, _ := tok.TokenID("<|im_start|>")
 	end, _ := tok.TokenID("<|im_end|>")
 	for _, c := range []struct {

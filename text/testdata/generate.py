@@ -195,11 +195,14 @@ def tiny():
     return out
 
 
-def from_gguf(path):
+def gguf_field(path, key):
     from gguf import GGUFReader
 
-    field = lambda k: reader.fields["tokenizer.ggml." + k].contents()
-    reader = GGUFReader(path)
+    return GGUFReader(path).fields[key].contents()
+
+
+def from_gguf(path):
+    field = lambda k: gguf_field(path, "tokenizer.ggml." + k)
     assert field("pre") == "smollm", field("pre")
     tokens, kinds = field("tokens"), field("token_type")
     tok = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, [tuple(m.split(" ")) for m in field("merges")]))
@@ -209,20 +212,36 @@ def from_gguf(path):
     return tok
 
 
+def chats(tok, source, special, rng, count):
+    """Whole prompts: rendered by jinja2 and encoded at once. Contents hold no look-alikes."""
+    import templates
+
+    template, out, texts = templates.environment().from_string(source), [], [s for s in ugly(rng, 500) if "<|" not in s and assigned(s)]
+    for _ in range(count):
+        roles = rng.choice([["user"], ["system", "user"], ["user", "assistant", "user"]])
+        messages = [{"role": r, "content": rng.choice(texts)} for r in roles]
+        text = template.render(messages=messages, tools=None, documents=None, add_generation_prompt=True, **special)
+        out.append([messages, text, tok.encode(text, add_special_tokens=False).ids])
+    return out
+
+
 def real(cache, out, count):
     for path in sorted(cache.glob("**/*")):
+        prompts = []
         if path.name == "tokenizer.json":
             name, tok = path.parent.name, Tokenizer.from_file(str(path))
             config = json.loads((path.parent / "tokenizer_config.json").read_text())
             if config.get("add_bos_token"):  # as transformers' LlamaTokenizerFast
-                bos = config["bos_token"]["content"]
+                bos = config["bos_token"]
+                bos = bos if isinstance(bos, str) else bos["content"]
                 tok.post_processor = processors.TemplateProcessing(single=bos + " $A", special_tokens=[(bos, tok.token_to_id(bos))])
         elif path.suffix == ".gguf" and "SmolLM2" in path.name:
             name, tok = "smollm2", from_gguf(str(path))
+            prompts = chats(tok, gguf_field(path, "tokenizer.chat_template"), {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}, random.Random(name), count // 5)
         else:
             continue
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        write(out / f"{name}.json.gz", {"name": name, "sha256": digest, "vectors": vectors(tok, random.Random(name), count)})
+        write(out / f"{name}.json.gz", {"name": name, "sha256": digest, "chats": prompts, "vectors": vectors(tok, random.Random(name), count)})
 
 
 def main():
