@@ -6,7 +6,7 @@ Oracles: Hugging Face tokenizers and jinja2, the latter set up as transformers d
     pip install tokenizers==0.23.3 jinja2==3.1.6 [gguf]
     python generate.py                               # tiny.json.gz, templates.json.gz
     python generate.py --cache ~/.cache/baton        # also NAME.json.gz for each real tokenizer found
-    python generate.py --count 5000 --out /tmp/more  # a larger comparison: go test -vectors /tmp/more
+    python generate.py --count 5000 --out DIR        # a larger comparison: go test -vectors DIR
 
 The cache is what scripts/fetch-tokenizers fills.
 """
