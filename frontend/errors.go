@@ -26,6 +26,7 @@ type apiError struct {
 	param      string // the request's field at fault; "" is null
 	code       string // "" is null
 	retryAfter int    // seconds; 0 for no such header
+	challenge  bool   // the answer asks for an API key
 }
 
 func (e *apiError) Error() string { return e.message }
@@ -52,6 +53,9 @@ func (e *apiError) appendJSON(b []byte) []byte {
 func (e *apiError) write(w http.ResponseWriter) {
 	if e.retryAfter > 0 {
 		w.Header().Set("Retry-After", strconv.Itoa(e.retryAfter))
+	}
+	if e.challenge {
+		w.Header().Set("WWW-Authenticate", "Bearer")
 	}
 	writeJSON(w, e.status, e.appendJSON(nil))
 }

@@ -39,7 +39,8 @@ func (s *Server) routes() http.Handler {
 			message: "no such endpoint: " + x.r.Method + " " + x.r.URL.Path,
 		}
 	}))
-	// These two answer while the server shuts down.
+	// These two answer while the server shuts down, and need no API key: load balancers and Prometheus ask
+	// them, and they tell nothing about requests but numbers.
 	mux.HandleFunc("GET /health", s.health)
 	mux.Handle("GET /metrics", promhttp.HandlerFor(s.cfg.Registry, promhttp.HandlerOpts{}))
 	return mux
@@ -92,6 +93,9 @@ func (x *exchange) call(f func(*exchange) error) (err error) {
 			err = errInternal
 		}
 	}()
+	if err := x.s.cfg.APIKeys.authorize(x.r); err != nil {
+		return err
+	}
 	return f(x)
 }
 

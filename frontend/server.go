@@ -22,6 +22,8 @@ type Config struct {
 	Tokenizer Tokenizer
 	// Model is the name that clients ask for.
 	Model string
+	// APIKeys are asked for at every endpoint but /health and /metrics; the zero value asks nobody.
+	APIKeys APIKeys
 	// Limits bound what a request may ask for; zero fields have defaults.
 	Limits Limits
 	// Seed makes the seeds of requests that bring none repeatable: a sequence, in order of arrival. With nil
