@@ -10,6 +10,7 @@ import (
 
 	"baton/checkpoint"
 	"baton/compute"
+	"baton/mtls"
 	"baton/tensor"
 	"baton/wire"
 )
@@ -44,6 +45,8 @@ type Config struct {
 	Transport string
 	// TransferHost is the address at which other hosts reach this engine's data. Default 127.0.0.1.
 	TransferHost string
+	// TransferTLS, when set, is required of the peers of tcp and tcp-push.
+	TransferTLS *mtls.Identity
 	// Logprobs says which distribution is reported. Default LogprobsRaw.
 	Logprobs LogprobsMode
 

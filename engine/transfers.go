@@ -15,7 +15,9 @@ import (
 // the same geometry (the coordinator checks it), so one template serves all of them.
 func (e *Engine) openTransfers(core *CoreConfig) error {
 	c := e.config
-	endpoint, err := backends.Open(c.Transport, e.memory, backends.Options{Listen: net.JoinHostPort(c.TransferHost, "0")})
+	endpoint, err := backends.Open(c.Transport, e.memory, backends.Options{
+		Listen: net.JoinHostPort(c.TransferHost, "0"), TLS: c.TransferTLS,
+	})
 	if err != nil {
 		return err
 	}
