@@ -48,6 +48,10 @@ func fill(t *testing.T, v reflect.Value, rng *rand.Rand) {
 		for i := range 2 {
 			fill(t, v.Index(i), rng)
 		}
+	case reflect.Array:
+		for i := range v.Len() {
+			fill(t, v.Index(i), rng)
+		}
 	case reflect.Struct:
 		for i := range v.NumField() {
 			fill(t, v.Field(i), rng)
@@ -73,8 +77,8 @@ func encode(t *testing.T, m Message) []byte {
 }
 
 func TestEveryHeaderHasAMessage(t *testing.T) {
-	if n := len(headers()); n != 29 {
-		t.Fatalf("%d headers have messages, want 29", n)
+	if n := len(headers()); n != 31 {
+		t.Fatalf("%d headers have messages, want 31", n)
 	}
 	for _, h := range headers() {
 		if got := newMessage(h).Header(); got != h {

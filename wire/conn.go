@@ -25,10 +25,11 @@ type Options struct {
 	// WriteTimeout bounds a write of up to 1 MiB; a peer that accepts nothing for so long is given
 	// up. Default 10 s.
 	WriteTimeout time.Duration
-	// IdleTimeout closes a connection on which nothing arrived for so long. 0 is never. The peer's
-	// KeepAlive should be a third of it or less.
+	// IdleTimeout closes a connection on which nothing arrived for so long; negative is never. The peer's
+	// KeepAlive should be a third of it or less. Default DefaultIdleTimeout.
 	IdleTimeout time.Duration
-	// KeepAlive sends an empty frame after so long without another. 0 is never.
+	// KeepAlive sends an empty frame after so long without another; negative is never. Default
+	// DefaultKeepAlive.
 	KeepAlive time.Duration
 	// HandshakeTimeout bounds Dial, and Accept from the arrival of the connection. Default 5 s.
 	HandshakeTimeout time.Duration
@@ -38,7 +39,20 @@ type Options struct {
 	TLS *tls.Config
 }
 
+// A peer that is stopped, or cut off, is found out after the idle timeout; one that runs says something more
+// often, however loaded it is. Both ends of every connection of the control plane use these.
+const (
+	DefaultKeepAlive   = 300 * time.Millisecond
+	DefaultIdleTimeout = 1200 * time.Millisecond
+)
+
 func (o Options) withDefaults() Options {
+	if o.IdleTimeout == 0 {
+		o.IdleTimeout = DefaultIdleTimeout
+	}
+	if o.KeepAlive == 0 {
+		o.KeepAlive = DefaultKeepAlive
+	}
 	set(&o.MaxFrame, 64<<20)
 	set(&o.MaxQueue, 128<<20)
 	set(&o.WriteTimeout, 10*time.Second)
@@ -128,16 +142,25 @@ type idleReader struct {
 }
 
 func (r idleReader) Read(b []byte) (int, error) {
-	if r.timeout > 0 {
-		if err := r.nc.SetReadDeadline(time.Now().Add(r.timeout)); err != nil {
-			return 0, err
-		}
+	if r.timeout <= 0 {
+		return r.nc.Read(b)
 	}
-	n, err := r.nc.Read(b)
+	n, err := r.readWithin(b, r.timeout)
+	if errors.Is(err, os.ErrDeadlineExceeded) {
+		// It may be this process that was stopped: then what the peer said meanwhile is there to be read.
+		n, err = r.readWithin(b, time.Millisecond)
+	}
 	if errors.Is(err, os.ErrDeadlineExceeded) {
 		err = fmt.Errorf("wire: nothing from %s for %v: %w", peerName(r.nc), r.timeout, err)
 	}
 	return n, err
+}
+
+func (r idleReader) readWithin(b []byte, d time.Duration) (int, error) {
+	if err := r.nc.SetReadDeadline(time.Now().Add(d)); err != nil {
+		return 0, err
+	}
+	return r.nc.Read(b)
 }
 
 // Send queues m and returns at once; it does not keep m. Its errors: a FrameSizeError or a failure to

@@ -66,6 +66,10 @@ func newMessage(h Header) Message {
 		return new(StatusRequest)
 	case HeaderStatusReply:
 		return new(StatusReply)
+	case HeaderKVEvents:
+		return new(KVEvents)
+	case HeaderKVResync:
+		return new(KVResync)
 	}
 	return &Unknown{Of: h}
 }
@@ -131,6 +135,10 @@ func (h Header) String() string {
 		return "StatusRequest"
 	case HeaderStatusReply:
 		return "StatusReply"
+	case HeaderKVEvents:
+		return "KVEvents"
+	case HeaderKVResync:
+		return "KVResync"
 	case HeaderUnread:
 		return "unread"
 	}

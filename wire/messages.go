@@ -146,7 +146,9 @@ type Sampling struct {
 }
 
 // SubmitRequest asks for a continuation of Prompt. ID is the sender's own number: the client's towards
-// the coordinator, the coordinator's towards an engine.
+// the coordinator, the coordinator's towards an engine. It names one stay of the request there: when the
+// request comes back to the same engine, it bears another, so that what is said about the first stay cannot
+// be taken for news of the second.
 type SubmitRequest struct {
 	ID       uint64
 	Prompt   Tokens
@@ -217,6 +219,7 @@ type Stats struct {
 	BlocksReused   int // prompt blocks that decode held already
 	BytesMoved     int64
 	PromptComputed int // prompt tokens that were run through the model
+	Evictions      int // times that the request had to give up its KV on this engine
 }
 
 // EngineReply ends requests (or their prefill leg), EngineReplyPartial only continues them.
@@ -274,6 +277,7 @@ type SendKV struct {
 	Blocks       Tokens
 	Tag          []byte
 	Ranks        []RankInfo // decode's, from its registration
+	Reader       uint64     // decode's ID of the request, for RequestError.Reader
 }
 
 // KVReadDone says that decode will not read the source again.
@@ -291,6 +295,7 @@ const (
 	CodeUnavailable = "unavailable"     // no engine of the role; try again
 	CodeEngineLost  = "engine_lost"     // the engine that ran it died; try again
 	CodeInternal    = "internal"
+	CodeCorrupt     = "corrupt_kv" // what arrived is not what was exported: prefill again
 )
 
 // RequestError ends a request with a failure.
@@ -301,6 +306,8 @@ type RequestError struct {
 	Message    string
 	Retryable  bool
 	SourceSafe bool
+	// Reader is that of the SendKV whose push failed; 0 when the error is about something else.
+	Reader uint64
 }
 
 // Disconnect announces that an engine leaves; Reason is for people.

@@ -1191,14 +1191,15 @@ func (z *RequestAborted) Msgsize() (s int) {
 // MarshalMsg implements msgp.Marshaler
 func (z *RequestError) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
-	// array header, size 6
-	o = append(o, 0x96)
+	// array header, size 7
+	o = append(o, 0x97)
 	o = msgp.AppendUint64(o, z.ID)
 	o = msgp.AppendString(o, z.Code)
 	o = msgp.AppendString(o, z.Field)
 	o = msgp.AppendString(o, z.Message)
 	o = msgp.AppendBool(o, z.Retryable)
 	o = msgp.AppendBool(o, z.SourceSafe)
+	o = msgp.AppendUint64(o, z.Reader)
 	return
 }
 
@@ -1259,6 +1260,14 @@ func (z *RequestError) UnmarshalMsg(bts []byte) (o []byte, err error) {
 		if zb0001--; zb0001 == 0 {
 			break
 		}
+		z.Reader, bts, err = msgp.ReadUint64Bytes(bts)
+		if err != nil {
+			err = msgp.WrapError(err, "Reader")
+			return
+		}
+		if zb0001--; zb0001 == 0 {
+			break
+		}
 		for ; zb0001 > 0; zb0001-- {
 			bts, err = msgp.Skip(bts)
 			if err != nil {
@@ -1273,7 +1282,7 @@ func (z *RequestError) UnmarshalMsg(bts []byte) (o []byte, err error) {
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *RequestError) Msgsize() (s int) {
-	s = 1 + msgp.Uint64Size + msgp.StringPrefixSize + len(z.Code) + msgp.StringPrefixSize + len(z.Field) + msgp.StringPrefixSize + len(z.Message) + msgp.BoolSize + msgp.BoolSize
+	s = 1 + msgp.Uint64Size + msgp.StringPrefixSize + len(z.Code) + msgp.StringPrefixSize + len(z.Field) + msgp.StringPrefixSize + len(z.Message) + msgp.BoolSize + msgp.BoolSize + msgp.Uint64Size
 	return
 }
 
@@ -1832,8 +1841,8 @@ func (z *Sampling) Msgsize() (s int) {
 // MarshalMsg implements msgp.Marshaler
 func (z *SendKV) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
-	// array header, size 6
-	o = append(o, 0x96)
+	// array header, size 7
+	o = append(o, 0x97)
 	o = msgp.AppendUint64(o, z.ID)
 	o = msgp.AppendUint64(o, z.Handoff)
 	o = msgp.AppendInt(o, z.CachedBlocks)
@@ -1850,6 +1859,7 @@ func (z *SendKV) MarshalMsg(b []byte) (o []byte, err error) {
 		o = msgp.AppendInt(o, z.Ranks[za0001].Rank)
 		o = msgp.AppendBytes(o, z.Ranks[za0001].Transport)
 	}
+	o = msgp.AppendUint64(o, z.Reader)
 	return
 }
 
@@ -1949,6 +1959,14 @@ func (z *SendKV) UnmarshalMsg(bts []byte) (o []byte, err error) {
 		if zb0001--; zb0001 == 0 {
 			break
 		}
+		z.Reader, bts, err = msgp.ReadUint64Bytes(bts)
+		if err != nil {
+			err = msgp.WrapError(err, "Reader")
+			return
+		}
+		if zb0001--; zb0001 == 0 {
+			break
+		}
 		for ; zb0001 > 0; zb0001-- {
 			bts, err = msgp.Skip(bts)
 			if err != nil {
@@ -1967,6 +1985,7 @@ func (z *SendKV) Msgsize() (s int) {
 	for zb0001 := range z.Ranks {
 		s += 1 + msgp.IntSize + msgp.BytesPrefixSize + len(z.Ranks[zb0001].Transport)
 	}
+	s += msgp.Uint64Size
 	return
 }
 
@@ -2220,8 +2239,8 @@ func (z *StartProfiler) Msgsize() (s int) {
 // MarshalMsg implements msgp.Marshaler
 func (z *Stats) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
-	// array header, size 10
-	o = append(o, 0x9a)
+	// array header, size 11
+	o = append(o, 0x9b)
 	o = msgp.AppendString(o, z.Engine)
 	o = msgp.AppendFloat64(o, z.Queue)
 	o = msgp.AppendFloat64(o, z.Prefill)
@@ -2232,6 +2251,7 @@ func (z *Stats) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.AppendInt(o, z.BlocksReused)
 	o = msgp.AppendInt64(o, z.BytesMoved)
 	o = msgp.AppendInt(o, z.PromptComputed)
+	o = msgp.AppendInt(o, z.Evictions)
 	return
 }
 
@@ -2324,6 +2344,14 @@ func (z *Stats) UnmarshalMsg(bts []byte) (o []byte, err error) {
 		if zb0001--; zb0001 == 0 {
 			break
 		}
+		z.Evictions, bts, err = msgp.ReadIntBytes(bts)
+		if err != nil {
+			err = msgp.WrapError(err, "Evictions")
+			return
+		}
+		if zb0001--; zb0001 == 0 {
+			break
+		}
 		for ; zb0001 > 0; zb0001-- {
 			bts, err = msgp.Skip(bts)
 			if err != nil {
@@ -2338,7 +2366,7 @@ func (z *Stats) UnmarshalMsg(bts []byte) (o []byte, err error) {
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *Stats) Msgsize() (s int) {
-	s = 1 + msgp.StringPrefixSize + len(z.Engine) + msgp.Float64Size + msgp.Float64Size + msgp.Float64Size + msgp.Float64Size + msgp.Float64Size + msgp.IntSize + msgp.IntSize + msgp.Int64Size + msgp.IntSize
+	s = 1 + msgp.StringPrefixSize + len(z.Engine) + msgp.Float64Size + msgp.Float64Size + msgp.Float64Size + msgp.Float64Size + msgp.Float64Size + msgp.IntSize + msgp.IntSize + msgp.Int64Size + msgp.IntSize + msgp.IntSize
 	return
 }
 

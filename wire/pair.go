@@ -11,8 +11,15 @@ import (
 )
 
 // Pair returns two connected Conns within this process, past any handshake. They are the ends of a
-// Unix socket pair: the same code runs as between machines, without a port.
+// Unix socket pair: the same code runs as between machines, without a port. They need no keepalives, and
+// have none by default: whatever stops one end stops the other.
 func Pair(opt Options) (*Conn, *Conn, error) {
+	if opt.IdleTimeout == 0 {
+		opt.IdleTimeout = -1
+	}
+	if opt.KeepAlive == 0 {
+		opt.KeepAlive = -1
+	}
 	syscall.ForkLock.RLock()
 	fds, err := syscall.Socketpair(syscall.AF_UNIX, syscall.SOCK_STREAM, 0)
 	if err == nil {
