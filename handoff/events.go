@@ -54,6 +54,8 @@ type Import struct {
 	Version uint64
 	// Capacity is the most tokens whose KV the request will ever hold here.
 	Capacity int
+	// Reserve is for how many of those tokens blocks are set aside; 0 is all of Capacity.
+	Reserve int
 	// Template leads from the source's layout to this engine's.
 	Template *layout.Template
 }

@@ -19,6 +19,7 @@ type importing struct {
 	digests  []kvcache.Digest
 	version  uint64
 	capacity int
+	reserve  int
 	template *layout.Template
 	arrived  time.Time
 
@@ -48,7 +49,7 @@ func (c *Core) submit(e Import) {
 	if c.live(id) {
 		return
 	}
-	m := &importing{message: e.Message, version: e.Version, capacity: e.Capacity, template: e.Template, arrived: c.now}
+	m := &importing{message: e.Message, version: e.Version, capacity: e.Capacity, reserve: e.Reserve, template: e.Template, arrived: c.now}
 	if err := c.checkImport(m); err != nil {
 		c.fail(id, wire.CodeInternal, true, "its KV cannot be imported: %v", err)
 		return
@@ -89,7 +90,7 @@ func (c *Core) startQueued() {
 	for i, m := range waiting {
 		table, err := c.pool.Open(kvcache.OpenRequest{
 			Version: m.version, Root: kvcache.Root(m.message.Salt, ""), Prompt: m.tokens, Digests: m.digests,
-			Capacity: m.capacity, WholePrompt: true, Owner: m.id(),
+			Capacity: m.capacity, Reserve: m.reserve, WholePrompt: true, Owner: m.id(),
 		})
 		switch {
 		case err == nil:

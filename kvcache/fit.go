@@ -13,7 +13,7 @@ type Want struct {
 func (p *Pool) Fit(wants []Want) int {
 	need, have := 0, p.available()
 	for _, w := range wants {
-		need += w.Table.shortage(w.Tokens)
+		need += w.Table.Shortage(w.Tokens)
 	}
 	held := map[int32]int32{} // by the tables that would be closed
 	won := func(id int32) {
@@ -24,7 +24,7 @@ func (p *Pool) Fit(wants []Want) int {
 	n := len(wants)
 	for ; n > 0 && need > have; n-- {
 		t := wants[n-1].Table
-		need -= t.shortage(wants[n-1].Tokens)
+		need -= t.Shortage(wants[n-1].Tokens)
 		have += t.promised()
 		for _, id := range t.blocks {
 			won(id)

@@ -58,6 +58,22 @@ func TestEnsureTokensFindsThePoolUsedUp(t *testing.T) {
 	check(t, p)
 }
 
+func TestWithheldBlocksAreForOpenTables(t *testing.T) {
+	p := newPool(t, 4, 4)
+	a := overcommitted(t, p, sequence(4), 16)
+	p.Withhold(2)
+	if _, err := p.Open(OpenRequest{Prompt: []int32{7, 7, 7, 7, 7}}); !errors.Is(err, ErrNoCapacity) {
+		t.Errorf("2 of 3 blocks, of which 2 are withheld: %v", err)
+	}
+	b := open(t, p, OpenRequest{Prompt: []int32{7}})
+	if err := a.EnsureTokens(12); err != nil {
+		t.Errorf("an open table does not get what is withheld for it: %v", err)
+	}
+	b.Close()
+	p.Withhold(0)
+	open(t, p, OpenRequest{Prompt: []int32{8}})
+}
+
 // The reference's example: rows that need 0, 1 and 1 more blocks, with one that can be evicted.
 func TestFitWithOneEvictableBlock(t *testing.T) {
 	p := newPool(t, 5, 4)

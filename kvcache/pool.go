@@ -67,6 +67,7 @@ type Pool struct {
 	cached   int // registered blocks without references
 	pinned   int // blocks with pins
 	promised int // blocks that tables may still take
+	withheld int // blocks that Open must leave
 	evicted  uint64
 
 	events   []Event // not drained yet
@@ -114,6 +115,10 @@ func (p *Pool) Tick() { p.tick++ }
 
 // Generation counts how often a block was handed out, modulo 2^32; it tells two uses of one id apart.
 func (p *Pool) Generation(id int32) uint32 { return p.blocks[id].generation }
+
+// Withhold makes Open leave n blocks alone: they are for open tables that lack them, which come first. It
+// holds until the next Withhold.
+func (p *Pool) Withhold(n int) { p.withheld = n }
 
 func (p *Pool) verify(blocks []int32, generations []uint32) error {
 	for i, id := range blocks {

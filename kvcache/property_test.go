@@ -254,7 +254,7 @@ func (w *world) step(t *rapid.T) {
 
 // ensure makes room, which can fail beyond what is reserved only.
 func (w *world) ensure(t *rapid.T, want Want) bool {
-	before, lacking := dump(w.p), want.Table.shortage(want.Tokens) > w.p.Stats().Available()
+	before, lacking := dump(w.p), want.Table.Shortage(want.Tokens) > w.p.Stats().Available()
 	err := want.Table.EnsureTokens(want.Tokens)
 	if lacking != errors.Is(err, ErrNoCapacity) || !lacking && err != nil {
 		t.Fatalf("lacks blocks %v: %v", lacking, err)
@@ -298,7 +298,7 @@ func (w *world) naive(wants []Want, n int) (need, have int) {
 	have = w.p.Stats().Total
 	for _, want := range wants[:n] {
 		t := want.Table
-		need += t.shortage(want.Tokens)
+		need += t.Shortage(want.Tokens)
 		have -= t.promised()
 		for _, id := range t.blocks {
 			kept[id] = true

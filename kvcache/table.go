@@ -135,7 +135,7 @@ func (p *Pool) Open(r OpenRequest) (*Table, error) {
 		t.reserved = p.BlocksFor(min(max(r.Reserve, len(r.Prompt)), capacity))
 	}
 	need := t.reserved - len(t.blocks)
-	if have := p.available() - revived; need > have {
+	if have := p.available() - p.withheld - revived; need > have {
 		return nil, &CapacityError{Err: ErrNoCapacity, Need: need, Have: max(have, 0)}
 	}
 	t.blocks, t.generations = slices.Grow(t.blocks, need), make([]uint32, 0, t.reserved)
@@ -218,8 +218,9 @@ func (t *Table) grow(n int) {
 	}
 }
 
-// shortage is how many blocks beyond those reserved n tokens need.
-func (t *Table) shortage(n int) int { return max(0, t.pool.BlocksFor(n)-t.reserved) }
+// Shortage is how many blocks beyond those reserved n tokens need. EnsureTokens finds them if the pool's
+// Stats say that so many are Available.
+func (t *Table) Shortage(n int) int { return max(0, t.pool.BlocksFor(n)-t.reserved) }
 
 // EnsureTokens makes room for n tokens in all. Up to what is reserved it never fails; beyond that it
 // reserves more, or changes nothing and returns a *CapacityError that is an ErrNoCapacity.
@@ -230,7 +231,7 @@ func (t *Table) EnsureTokens(n int) error {
 	if n > t.capacity {
 		return fmt.Errorf("kvcache: request %d wants room for %d tokens; its capacity is %d", t.owner, n, t.capacity)
 	}
-	p, more := t.pool, t.shortage(n)
+	p, more := t.pool, t.Shortage(n)
 	if have := p.available(); more > have {
 		return &CapacityError{Err: ErrNoCapacity, Need: more, Have: have}
 	}

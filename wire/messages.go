@@ -174,6 +174,9 @@ const (
 	FinishStop   = "stop"   // an end-of-sequence or stop id was sampled
 	FinishLength = "length" // MaxTokens or the model's length was reached
 	FinishAbort  = "abort"
+	// FinishEvicted ends a leg, not the request: a decode engine that lacks room gives the request back, with
+	// the tokens not reported yet. It goes on with another prefill; its client sees nothing.
+	FinishEvicted = "evicted"
 )
 
 // Result is news of one request: tokens that were not reported before and, once, how it ended.
