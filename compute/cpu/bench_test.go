@@ -98,9 +98,10 @@ func BenchmarkElementwise(b *testing.B) {
 		wt, _ := quantised(b, tensor.F32, random(2, 576), 576)
 		w := load(b, be, wt)
 		positions := make([]int32, rows)
+		dst := blank(b, be, rows, 1536, 1536)
 		b.Run(fmt.Sprintf("silu/rows=%d", rows), func(b *testing.B) {
 			for b.Loop() {
-				be.SiLUMul(x, x, x)
+				be.SiLUMul(dst, x, x)
 			}
 		})
 		b.Run(fmt.Sprintf("norm/rows=%d", rows), func(b *testing.B) {

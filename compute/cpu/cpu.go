@@ -73,7 +73,9 @@ type Backend struct {
 	norm      normTask
 	rotate    rotateTask
 	embed     embedTask
-	boxes     struct{ matmul, attention, silu, norm, rotate, embed task }
+	pack      packTask
+	boxes     struct{ matmul, attention, silu, norm, rotate, embed, pack task }
+	packed    []byte // grows to the largest input that was packed
 }
 
 var _ compute.Backend = (*Backend)(nil)
@@ -100,7 +102,7 @@ func New(opt Options) (*Backend, error) {
 		b.workers = append(b.workers, w)
 	}
 	b.boxes.matmul, b.boxes.attention, b.boxes.silu = &b.matmul, &b.attention, &b.silu
-	b.boxes.norm, b.boxes.rotate, b.boxes.embed = &b.norm, &b.rotate, &b.embed
+	b.boxes.norm, b.boxes.rotate, b.boxes.embed, b.boxes.pack = &b.norm, &b.rotate, &b.embed, &b.pack
 	b.pool = newPool(b.workers)
 	return b, nil
 }
@@ -119,6 +121,10 @@ func (b *Backend) Close() error {
 	b.pool.close()
 	b.freeScratch()
 	var errs []error
+	if b.packed != nil {
+		errs = append(errs, unmapMemory(b.packed))
+		b.packed = nil
+	}
 	for buf := range b.owned {
 		errs = append(errs, unmapMemory(buf.data))
 		buf.data = nil

@@ -15,21 +15,23 @@ import (
 // spans several panels keep their eight accumulators in scratch.carry between panels. With Segments,
 // each segment's products go to scratch.parts, which a binary tree adds up.
 type matmulTask struct {
-	k          *kernels
-	w          *weight
-	dst, src   *float32
-	dstStride  int // bytes
-	srcStride  int // bytes
-	inputs     int
-	bias       *float32
-	residual   int
-	segments   int
-	length     int // of a segment
-	pieceRows  int // weight rows a piece
-	rowPieces  int
-	fused      func(out *float32, outStride int, w *byte, wStride int, x *float32, groups, segments, k int)
-	inputBlock int
+	k         *kernels
+	w         *weight
+	dst, src  *float32
+	dstStride int // bytes
+	srcStride int // bytes
+	inputs    int
+	bias      *float32
+	residual  int
+	segments  int
+	length    int // of a segment
+	pieceRows int // weight rows a piece
+	rowPieces int
+	fused     func(out *float32, outStride int, w *byte, wStride int, x *float32, groups, segments, k int)
 }
+
+// Products of fewer multiplications than smallProduct are not worth waking a worker for.
+const smallProduct = 1 << 16
 
 // A piece of a single-row product should take a few microseconds at least and keep all workers busy.
 const (
@@ -83,13 +85,62 @@ func (b *Backend) MatMul(dst, src compute.Mat, w compute.Weight, opt compute.Lin
 	if t.inputs == 1 && t.length%32 == 0 {
 		t.fused = b.k.gemv[t.w.dtype]
 	}
-	b.pool.run(&b.boxes.matmul, t.plan(b.pool.threads))
+	pieces := t.plan(b.pool.threads)
+	if t.inputs*t.w.rows*t.w.cols < smallProduct {
+		b.pool.alone(&b.boxes.matmul, pieces)
+	} else {
+		if t.inputs >= packInputs && t.srcStride%packStride == 0 {
+			b.packInputs(t)
+		}
+		b.pool.run(&b.boxes.matmul, pieces)
+	}
 	*t = matmulTask{} // no pointer to memory that may be unmapped later
+}
+
+// Rows that lie a multiple of packStride apart share a few sets of the caches and push each other out.
+// From packInputs rows on, copying them further apart is cheaper.
+const (
+	packStride = 2048
+	packInputs = 24
+	packPad    = 64 // bytes
+)
+
+// packTask copies input rows.
+type packTask struct {
+	dst, src             *float32
+	dstStride, srcStride int // bytes
+	rows, n, piece       int
+}
+
+// packInputs replaces the inputs of t by a copy. Without memory for it, t stays as it is.
+func (b *Backend) packInputs(t *matmulTask) {
+	stride := 4*t.w.cols + packPad
+	if need := t.inputs * stride; need > len(b.packed) {
+		mem, err := mapMemory(need)
+		if err != nil {
+			return
+		}
+		if b.packed != nil {
+			_ = unmapMemory(b.packed) // only fails for memory that was not mapped
+		}
+		b.packed = mem
+	}
+	dst := (*float32)(unsafe.Pointer(unsafe.SliceData(b.packed)))
+	b.pack = packTask{dst, t.src, stride, t.srcStride, t.inputs, t.w.cols, rowsPiece(t.w.cols)}
+	b.pool.run(&b.boxes.pack, pieces(t.inputs, b.pack.piece))
+	b.pack = packTask{}
+	t.src, t.srcStride = dst, stride
+}
+
+func (t *packTask) run(_ *scratch, piece int) {
+	from := piece * t.piece
+	for i := from; i < min(from+t.piece, t.rows); i++ {
+		copy(floats(t.dst, i*t.dstStride, t.n), floats(t.src, i*t.srcStride, t.n))
+	}
 }
 
 // plan chooses the pieces and returns their number.
 func (t *matmulTask) plan(threads int) int {
-	t.inputBlock = blockInputs
 	if t.inputs <= 4 {
 		t.pieceRows = min(max(gemvPieceBytes/t.w.rowBytes, 8), t.w.rows/(4*threads)+tileRows, gemvRows) &^ (tileRows - 1)
 	} else {
@@ -97,14 +148,14 @@ func (t *matmulTask) plan(threads int) int {
 	}
 	t.pieceRows = max(t.pieceRows, tileRows)
 	t.rowPieces = (t.w.rows + t.pieceRows - 1) / t.pieceRows
-	return t.rowPieces * ((t.inputs + t.inputBlock - 1) / t.inputBlock)
+	return t.rowPieces * ((t.inputs + blockInputs - 1) / blockInputs)
 }
 
 func (t *matmulTask) run(w *scratch, piece int) {
 	from := piece % t.rowPieces * t.pieceRows
 	to := min(from+t.pieceRows, t.w.rows)
-	first := piece / t.rowPieces * t.inputBlock
-	inputs := min(t.inputBlock, t.inputs-first)
+	first := piece / t.rowPieces * blockInputs
+	inputs := min(blockInputs, t.inputs-first)
 	if t.fused != nil {
 		full := from + (to-from)&^(tileRows-1)
 		t.single(w, from, full)

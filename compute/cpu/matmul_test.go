@@ -17,6 +17,7 @@ type product struct {
 	inputs, inner, outer     int
 	segments                 int
 	bias, residual, oneByOne bool
+	dense                    bool // rows of src without padding
 }
 
 func (p product) String() string {
@@ -26,6 +27,13 @@ func (p product) String() string {
 // run multiplies on one setup and returns the result.
 func (p product) run(t *testing.T, b *Backend) []float32 {
 	x := put(t, b, random(1, p.inputs*p.inner), p.inner)
+	if p.dense {
+		d := blank(t, b, p.inputs, p.inner, p.inner)
+		for i := range p.inputs * p.inner {
+			*d.Buf.(*buffer).at(i) = *x.Buf.(*buffer).at(i/p.inner*x.Stride + i%p.inner)
+		}
+		x = d
+	}
 	dst := put(t, b, random(2, p.inputs*p.outer), p.outer)
 	wt, _ := quantised(t, p.dtype, random(3, p.outer*p.inner), p.outer, p.inner)
 	opt := compute.Linear{Residual: p.residual, Segments: p.segments}
@@ -77,6 +85,7 @@ func products() []product {
 			product{dtype: d, inputs: 7, inner: 576, outer: 18, segments: 8, residual: true},
 			product{dtype: d, inputs: 1, inner: 512, outer: 21, segments: 8, bias: true, residual: true},
 			product{dtype: d, inputs: 5, inner: 1536, outer: 20},
+			product{dtype: d, inputs: 30, inner: 1024, outer: 5, dense: true},
 			product{dtype: d, inputs: 2, inner: 2816, outer: 9, segments: 4},
 		)
 	}

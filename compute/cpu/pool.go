@@ -59,9 +59,7 @@ func newPool(workers []*scratch) *pool {
 // run returns when every piece of t has run. t must point to memory that lives as long as the pool.
 func (p *pool) run(t *task, pieces int) {
 	if pieces <= 1 || p.threads == 1 {
-		for i := range pieces {
-			(*t).run(p.own, i)
-		}
+		p.alone(t, pieces)
 		return
 	}
 	// Close the old task before its fields change: else a helper that holds the old word could take the
@@ -80,6 +78,13 @@ func (p *pool) run(t *task, pieces int) {
 	}
 	p.claim(p.own)
 	p.finish(uint32(pieces))
+}
+
+// alone runs every piece of t on the calling goroutine.
+func (p *pool) alone(t *task, pieces int) {
+	for i := range pieces {
+		(*t).run(p.own, i)
+	}
 }
 
 // claim runs pieces of the current task until none is left.

@@ -7,6 +7,8 @@
 package main
 
 import (
+	"flag"
+	"log"
 	"math"
 
 	. "github.com/mmcloughlin/avo/build"
@@ -14,20 +16,24 @@ import (
 	"github.com/mmcloughlin/avo/reg"
 )
 
+// groups are the files that the kernels are spread over.
+var groups = map[string][]func(){
+	"dots":        {dots},
+	"gemv":        {gemvs},
+	"expand":      {expands},
+	"elementwise": {finish, norm, silu, rotateHalves, rotatePairs, toBF16, fold, weigh, pause},
+}
+
 func main() {
+	group := flag.String("kernels", "", "dots, gemv, expand or elementwise")
+	flag.Parse()
+	if groups[*group] == nil {
+		log.Fatalf("-kernels is %q", *group)
+	}
 	ConstraintExpr("amd64")
-	dots()
-	expands()
-	gemvs()
-	finish()
-	norm()
-	silu()
-	rotateHalves()
-	rotatePairs()
-	toBF16()
-	fold()
-	weigh()
-	pause()
+	for _, generate := range groups[*group] {
+		generate()
+	}
 	Generate()
 }
 
