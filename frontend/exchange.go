@@ -43,7 +43,19 @@ func (s *Server) routes() http.Handler {
 	// them, and they tell nothing about requests but numbers.
 	mux.HandleFunc("GET /health", s.health)
 	mux.Handle("GET /metrics", promhttp.HandlerFor(s.cfg.Registry, promhttp.HandlerOpts{}))
-	return mux
+	return s.deadlines(mux)
+}
+
+// deadlines gives each request its time to be read and answered; what an earlier one on the same
+// connection had left does not count. Writers that know no deadlines (tests, wrappers) go without.
+func (s *Server) deadlines(next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		rc := http.NewResponseController(w)
+		now := time.Now()
+		_ = rc.SetReadDeadline(now.Add(s.cfg.ReadTimeout))
+		_ = rc.SetWriteDeadline(now.Add(s.cfg.WriteTimeout))
+		next.ServeHTTP(w, r)
+	})
 }
 
 // exchange is one request and its answer. It belongs to the handler's goroutine.
@@ -69,9 +81,6 @@ func (s *Server) handle(endpoint string, f func(*exchange) error) http.HandlerFu
 		defer context.AfterFunc(s.ctx, func() { cancel(context.Cause(s.ctx)) })()
 		x := &exchange{s: s, w: w, r: r, rc: http.NewResponseController(w), ctx: ctx, id: randomID()}
 		w.Header().Set("X-Request-Id", x.id)
-		// It also bounds what the HTTP server reads of a body that no endpoint wants. Writers that know no
-		// deadlines (tests, wrappers) go without.
-		_ = x.rc.SetReadDeadline(time.Now().Add(s.cfg.ReadTimeout))
 		var err error
 		if s.begin() {
 			defer s.end()
@@ -107,6 +116,7 @@ func (x *exchange) finish(endpoint string, start time.Time, err error) {
 		e := toAPIError(x.ctx, err)
 		status = e.status
 		attrs = append(attrs, "error", err)
+		x.extendDeadline()
 		switch {
 		case status == statusClientClosed:
 		case x.began:

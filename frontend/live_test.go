@@ -314,6 +314,39 @@ func TestReadDeadlineEndsWithTheBody(t *testing.T) {
 	})
 }
 
+// TestDeadlinesAreEachRequestsOwn: a connection may be used again long after an answer, and an answer may
+// begin long after its request.
+func TestDeadlinesAreEachRequestsOwn(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newToyBackend()
+		b.fail = func(*wire.SubmitRequest, int) error {
+			time.Sleep(10 * time.Second)
+			return &RequestError{Code: wire.CodeUnavailable, Message: "nobody came"}
+		}
+		s := newTestServer(t, b, func(c *Config) { c.ReadTimeout, c.WriteTimeout = 2*time.Second, 2*time.Second })
+		client, server := net.Pipe()
+		srv := &http.Server{Handler: s.Handler()}
+		go func() { _ = srv.Serve(&oneConn{conn: server, closed: make(chan struct{})}) }()
+		body := `{"prompt":"a"}`
+		completion := fmt.Sprintf("POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s", len(body), body)
+		in := bufio.NewReader(client)
+		for i, request := range []string{completion, "GET /health HTTP/1.1\r\nHost: x\r\n\r\n", completion, "GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"} {
+			go func() { _, _ = io.WriteString(client, request) }()
+			resp, err := http.ReadResponse(in, nil)
+			if err != nil {
+				t.Fatalf("request %d: %v", i, err)
+			}
+			_ = readAll(t, resp)
+			if want := 200 + (i+1)%2*303; resp.StatusCode != want {
+				t.Errorf("request %d: status %d, want %d", i, resp.StatusCode, want)
+			}
+			time.Sleep(10 * time.Second)
+		}
+		_ = client.Close()
+		_ = srv.Close()
+	})
+}
+
 // oneConn is a listener with one connection.
 type oneConn struct {
 	conn   net.Conn
