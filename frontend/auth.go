@@ -45,13 +45,16 @@ func ReadAPIKeys(path string) (APIKeys, error) {
 		if strings.ContainsFunc(key, func(r rune) bool { return r <= ' ' || r > '~' }) {
 			return fail(fmt.Errorf("line %d: a key has no spaces, and ASCII characters only", n))
 		}
-		keys.digests = append(keys.digests, sha256.Sum256([]byte(key)))
+		keys.Add(key)
 	}
 	if len(keys.digests) == 0 {
 		return fail(errors.New("no key in it"))
 	}
 	return keys, nil
 }
+
+// Add makes one more key good.
+func (k *APIKeys) Add(key string) { k.digests = append(k.digests, sha256.Sum256([]byte(key))) }
 
 // Required reports whether clients need a key.
 func (k APIKeys) Required() bool { return len(k.digests) > 0 }

@@ -43,6 +43,9 @@ type Issued struct {
 	Leaf *x509.Certificate
 }
 
+// Hosts are the names and addresses that the certificate is for.
+func (i *Issued) Hosts() []string { return hosts(i.Leaf) }
+
 // OpenAuthority opens the authority of a folder, or makes both, and reports whether it is new. Errors
 // name the file.
 func OpenAuthority(dir string) (a *Authority, created bool, err error) {

@@ -1,6 +1,7 @@
 package mtls
 
 import (
+	"cmp"
 	"context"
 	"crypto/tls"
 	"crypto/x509"
@@ -85,16 +86,18 @@ func explainCertificate(err error) (problem string, ok bool) {
 	return "", false
 }
 
-// names lists the hosts that a certificate is for.
-func names(c *x509.Certificate) string {
+// hosts lists what a certificate is for.
+func hosts(c *x509.Certificate) []string {
 	list := append([]string(nil), c.DNSNames...)
 	for _, ip := range c.IPAddresses {
 		list = append(list, ip.String())
 	}
-	if len(list) == 0 {
-		return "no host"
-	}
-	return strings.Join(list, ", ")
+	return list
+}
+
+// names is hosts for people.
+func names(c *x509.Certificate) string {
+	return cmp.Or(strings.Join(hosts(c), ", "), "no host")
 }
 
 // Alerts of RFC 8446, section 6.2, that one side sends about the other's certificate.

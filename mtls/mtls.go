@@ -163,6 +163,15 @@ func (id *Identity) current() *tls.Certificate {
 	return cert
 }
 
+// Covers fails if peers that call this process by host would not accept its certificate.
+func (id *Identity) Covers(host string) error {
+	leaf := id.current().Leaf
+	if leaf.VerifyHostname(host) == nil {
+		return nil
+	}
+	return fmt.Errorf("the certificate %s is for %s, not for %s: make one with `baton certs --hosts %s`", id.files.Cert, names(leaf), host, host)
+}
+
 // Server is the configuration of those who accept peers. It is nil for a nil Identity.
 func (id *Identity) Server() *tls.Config {
 	if id == nil {

@@ -3,6 +3,7 @@ package main
 import (
 	"bufio"
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -14,7 +15,7 @@ import (
 
 // ask puts one question to a frontend over HTTP, as any client would, and shows the answer as it comes
 // and what the handoff did for it.
-func ask(ctx context.Context, out io.Writer, baseURL, model, question string) error {
+func ask(ctx context.Context, out io.Writer, self selfClient, baseURL, model, question string) error {
 	body, err := json.Marshal(map[string]any{
 		"model":          model,
 		"messages":       []map[string]string{{"role": "user", "content": question}},
@@ -33,7 +34,10 @@ func ask(ctx context.Context, out io.Writer, baseURL, model, question string) er
 	}
 	req.Header.Set("Content-Type", "application/json")
 	began := time.Now()
-	resp, err := http.DefaultClient.Do(req)
+	if self.key != "" {
+		req.Header.Set("Authorization", "Bearer "+self.key)
+	}
+	resp, err := cmp.Or(self.client, http.DefaultClient).Do(req)
 	if err != nil {
 		return err
 	}

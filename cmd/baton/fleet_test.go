@@ -3,6 +3,7 @@ package main
 import (
 	"bufio"
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -64,9 +65,10 @@ func (o *output) await(t *testing.T, pattern string, stopped <-chan struct{}) st
 
 // fleet is something that serves at url.
 type fleet struct {
-	url   string
-	model string
-	parts map[string]*part // of separate processes, by name
+	url    string
+	model  string
+	client *http.Client     // nil for one that knows no certificates and no API key
+	parts  map[string]*part // of separate processes, by name
 }
 
 // part is one process of a fleet.
@@ -94,7 +96,7 @@ func serve(t *testing.T, model string, flags ...string) *fleet {
 			t.Errorf("baton %s ended with %d:\n%s%s", strings.Join(args, " "), code, out, log)
 		}
 	})
-	url := out.await(t, `at (http://\S+)`, stopped)
+	url := out.await(t, `at (https?://\S+)`, stopped)
 	return &fleet{url: url, model: "m"}
 }
 
@@ -151,10 +153,12 @@ func processes(t *testing.T, model string, roles []string, flags ...string) *fle
 	return f
 }
 
+func (f *fleet) http() *http.Client { return cmp.Or(f.client, http.DefaultClient) }
+
 func (f *fleet) awaitHealth(t *testing.T) {
 	t.Helper()
 	for deadline := time.Now().Add(30 * time.Second); time.Now().Before(deadline); time.Sleep(10 * time.Millisecond) {
-		resp, err := http.Get(f.url + "/health")
+		resp, err := f.http().Get(f.url + "/health")
 		if err != nil {
 			continue
 		}
@@ -176,7 +180,7 @@ func (f *fleet) post(ctx context.Context, path string, body any) (int, []byte, e
 	if err != nil {
 		return 0, nil, err
 	}
-	resp, err := http.DefaultClient.Do(req)
+	resp, err := f.http().Do(req)
 	if err != nil {
 		return 0, nil, err
 	}

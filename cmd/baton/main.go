@@ -21,6 +21,7 @@ type cli struct {
 	Engine      engineCmd      `cmd:"" help:"Run one shard's engines: prefill, decode, or both."`
 	Frontend    frontendCmd    `cmd:"" help:"Run the OpenAI-compatible HTTP frontend of a coordinator."`
 	Inspect     inspectCmd     `cmd:"" help:"Show what a model file or folder holds and what an engine would make of it."`
+	Certs       certsCmd       `cmd:"" help:"Make a local certificate authority and certificates for TLS between processes."`
 	Version     versionCmd     `cmd:"" help:"Print the version."`
 
 	LogLevel slog.Level `help:"Least severe log lines to show: debug, info, warn, error." default:"info" placeholder:"LEVEL"`

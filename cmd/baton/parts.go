@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"net"
 	"net/http"
 	"time"
 
@@ -61,9 +60,9 @@ func (f modelFlags) openText(log *slog.Logger) (*loaded, error) {
 }
 
 // newFrontend makes the HTTP server of a model behind a coordinator's client.
-func newFrontend(m *loaded, name string, seed *uint64, client *coordinator.Client, reg *prometheus.Registry, log *slog.Logger) (*frontend.Server, error) {
+func newFrontend(m *loaded, name string, seed *uint64, keys frontend.APIKeys, client *coordinator.Client, reg *prometheus.Registry, log *slog.Logger) (*frontend.Server, error) {
 	c := frontend.Config{
-		Backend: frontend.Native{Client: client}, Model: name, Seed: seed, Logger: log, Registry: reg,
+		Backend: frontend.Native{Client: client}, Model: name, Seed: seed, Logger: log, Registry: reg, APIKeys: keys,
 		Limits: frontend.Limits{VocabSize: m.Spec.VocabSize},
 	}
 	if m.tokenizer != nil {
@@ -119,20 +118,20 @@ func newRegistry() *prometheus.Registry {
 }
 
 // serveMetrics answers /metrics and /health on addr until ctx ends. An empty addr serves nothing.
-func serveMetrics(ctx context.Context, addr string, reg *prometheus.Registry, log *slog.Logger) error {
+func serveMetrics(ctx context.Context, sec *security, addr string, reg *prometheus.Registry, log *slog.Logger) error {
 	if addr == "" {
 		return nil
 	}
-	l, err := net.Listen("tcp", addr)
+	l, url, err := sec.listenHTTP("--metrics", addr)
 	if err != nil {
-		return fmt.Errorf("--metrics %s: %w", addr, err)
+		return err
 	}
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", promhttp.HandlerFor(reg, promhttp.HandlerOpts{}))
 	mux.HandleFunc("GET /health", func(http.ResponseWriter, *http.Request) {})
 	server := &http.Server{Handler: mux, ReadHeaderTimeout: 5 * time.Second}
 	defer context.AfterFunc(ctx, func() { server.Close() })()
-	log.Info("metrics", "address", "http://"+l.Addr().String()+"/metrics")
+	log.Info("metrics", "address", url+"/metrics")
 	if err := server.Serve(l); !errors.Is(err, http.ErrServerClosed) {
 		return err
 	}

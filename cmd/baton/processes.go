@@ -3,7 +3,6 @@ package main
 import (
 	"context"
 	"fmt"
-	"net"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -11,22 +10,29 @@ import (
 	"baton/coordinator"
 	"baton/engine"
 	"baton/layout"
+	"baton/transfer/shm"
 	"baton/wire"
 )
 
 // coordinatorCmd is the coordinator alone.
 type coordinatorCmd struct {
+	tlsFlags
 	Listen  string `default:"127.0.0.1:7000" help:"Address for engines and frontends."`
 	Metrics string `placeholder:"ADDR" help:"Also serve /metrics at this address."`
 }
 
 func (c *coordinatorCmd) Run(env *environment) error {
-	listener, err := net.Listen("tcp", c.Listen)
+	sec, err := c.secure("coordinator", env.log)
 	if err != nil {
-		return fmt.Errorf("--listen %s: %w", c.Listen, err)
+		return err
 	}
+	listener, err := sec.listen("--listen", c.Listen)
+	if err != nil {
+		return err
+	}
+	defer listener.Close()
 	reg := newRegistry()
-	hub, err := coordinator.NewServer(coordinator.ServerConfig{Logger: env.log})
+	hub, err := coordinator.NewServer(coordinator.ServerConfig{Logger: env.log, Wire: sec.server()})
 	if err != nil {
 		return err
 	}
@@ -36,7 +42,7 @@ func (c *coordinatorCmd) Run(env *environment) error {
 	defer stop()
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { return hub.Serve(ctx, listener) })
-	group.Go(func() error { return serveMetrics(ctx, c.Metrics, reg, env.log) })
+	group.Go(func() error { return serveMetrics(ctx, sec, c.Metrics, reg, env.log) })
 	group.Go(func() error {
 		select {
 		case <-hub.Exit():
@@ -53,6 +59,7 @@ func (c *coordinatorCmd) Run(env *environment) error {
 type engineCmd struct {
 	modelFlags
 	engineFlags
+	tlsFlags
 	Role         string `enum:"prefill,decode,both" default:"both" help:"What the engine does: ${enum}."`
 	Coordinator  string `default:"127.0.0.1:7000" placeholder:"ADDR" help:"Address of the coordinator."`
 	Name         string `placeholder:"NAME" help:"Name of the engine, unique at its coordinator. Default: the role and a random number."`
@@ -62,6 +69,18 @@ type engineCmd struct {
 }
 
 func (c *engineCmd) Run(env *environment) error {
+	sec, err := c.secure("engine", env.log)
+	if err != nil {
+		return err
+	}
+	if err := sec.permit("--coordinator", c.Coordinator); err != nil {
+		return err
+	}
+	if c.Transfer != shm.Name && c.Role != wire.RoleBoth {
+		if err := sec.transfer("--transfer-host", c.TransferHost); err != nil {
+			return err
+		}
+	}
 	model, err := c.open(env.log)
 	if err != nil {
 		return err
@@ -70,6 +89,7 @@ func (c *engineCmd) Run(env *environment) error {
 	reg := newRegistry()
 	base := c.config(c.modelFlags, model.Checkpoint)
 	base.Logger, base.Metrics, base.TransferHost = env.log, engine.NewMetrics(reg), c.TransferHost
+	base.TransferTLS = sec.id
 	var list []*engine.Engine
 	for i := range c.DP {
 		one := base
@@ -83,11 +103,11 @@ func (c *engineCmd) Run(env *environment) error {
 	group, ctx := errgroup.WithContext(env.ctx)
 	group.Go(func() error {
 		return runEngines(ctx, list, func(ctx context.Context, hello wire.Connect) (*wire.Conn, error) {
-			conn, _, err := wire.Dial(ctx, "tcp", c.Coordinator, hello, wire.Options{})
+			conn, _, err := wire.Dial(ctx, "tcp", c.Coordinator, hello, sec.client())
 			return conn, err
 		})
 	})
-	group.Go(func() error { return serveMetrics(ctx, c.Metrics, reg, env.log) })
+	group.Go(func() error { return serveMetrics(ctx, sec, c.Metrics, reg, env.log) })
 	return group.Wait()
 }
 
@@ -105,32 +125,47 @@ func (c *engineCmd) engineName(dp int) string {
 // frontendCmd is the HTTP frontend alone.
 type frontendCmd struct {
 	modelFlags
+	tlsFlags
+	keyFlags
 	Coordinator string  `default:"127.0.0.1:7000" placeholder:"ADDR" help:"Address of the coordinator."`
 	Listen      string  `default:"127.0.0.1:8000" help:"Address of the HTTP frontend."`
 	Seed        *uint64 `placeholder:"N" help:"Makes the random seeds of requests that bring none repeatable."`
 }
 
 func (c *frontendCmd) Run(env *environment) error {
+	sec, err := c.secure("frontend", env.log)
+	if err != nil {
+		return err
+	}
+	if err := sec.permit("--coordinator", c.Coordinator); err != nil {
+		return err
+	}
+	keys, err := c.keys()
+	if err != nil {
+		return err
+	}
 	model, err := c.openText(env.log)
 	if err != nil {
 		return err
 	}
 	defer model.Close()
-	listener, err := net.Listen("tcp", c.Listen)
+	listener, url, err := sec.listenHTTP("--listen", c.Listen)
 	if err != nil {
-		return fmt.Errorf("--listen %s: %w", c.Listen, err)
+		return err
 	}
 	defer listener.Close()
-	client, err := coordinator.Dial(env.ctx, c.Coordinator, coordinator.ClientConfig{Name: "frontend " + listener.Addr().String(), Logger: env.log})
+	client, err := coordinator.Dial(env.ctx, c.Coordinator, coordinator.ClientConfig{
+		Name: "frontend " + listener.Addr().String(), Logger: env.log, Wire: sec.client(),
+	})
 	if err != nil {
 		return err
 	}
 	defer client.Close()
-	server, err := newFrontend(model, c.name(), c.Seed, client, newRegistry(), env.log)
+	server, err := newFrontend(model, c.name(), c.Seed, keys, client, newRegistry(), env.log)
 	if err != nil {
 		return err
 	}
-	fmt.Fprintf(env.stdout, "frontend at http://%s\n", listener.Addr())
+	fmt.Fprintf(env.stdout, "frontend at %s\n", url)
 	return server.Run(env.ctx, listener)
 }
 

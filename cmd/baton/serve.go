@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"io"
-	"net"
 
 	"golang.org/x/sync/errgroup"
 
@@ -19,6 +18,8 @@ import (
 type serveCmd struct {
 	modelFlags
 	engineFlags
+	certFlags
+	keyFlags
 	Listen string  `default:"127.0.0.1:8000" help:"Address of the HTTP frontend."`
 	Shards string  `aliases:"inference-shards" default:"tp=1,dp=1,role=prefill+tp=1,dp=1,role=decode" help:"Engines, as in \"tp=1,dp=2,role=prefill+tp=1,dp=2,role=decode\"; without roles they are colocated."`
 	Seed   *uint64 `placeholder:"N" help:"Makes the random seeds of requests that bring none repeatable."`
@@ -30,17 +31,25 @@ func (c *serveCmd) Run(env *environment) error {
 	if err != nil {
 		return fmt.Errorf("--shards: %w", err)
 	}
+	sec, err := c.secure(env.log)
+	if err != nil {
+		return err
+	}
+	keys, err := c.keys()
+	if err != nil {
+		return err
+	}
+	self := sec.selfClient(ownKey(&keys))
+	listener, url, err := sec.listenHTTP("--listen", c.Listen)
+	if err != nil {
+		return err
+	}
+	defer listener.Close()
 	model, err := c.openText(env.log)
 	if err != nil {
 		return err
 	}
 	defer model.Close()
-
-	listener, err := net.Listen("tcp", c.Listen)
-	if err != nil {
-		return fmt.Errorf("--listen %s: %w", c.Listen, err)
-	}
-	defer listener.Close()
 	reg := newRegistry()
 	hub, err := coordinator.NewServer(coordinator.ServerConfig{Logger: env.log})
 	if err != nil {
@@ -63,7 +72,7 @@ func (c *serveCmd) Run(env *environment) error {
 		return err
 	}
 	defer client.Close()
-	server, err := newFrontend(model, c.name(), c.Seed, client, reg, env.log)
+	server, err := newFrontend(model, c.name(), c.Seed, keys, client, reg, env.log)
 	if err != nil {
 		return err
 	}
@@ -72,26 +81,33 @@ func (c *serveCmd) Run(env *environment) error {
 		if err := awaitReady(ctx, client); err != nil {
 			return err
 		}
-		return c.greet(ctx, env.stdout, "http://"+listener.Addr().String(), model.tokenizer != nil)
+		return c.greet(ctx, env.stdout, self, url, model.tokenizer != nil)
 	})
 	return group.Wait()
 }
 
 // greet asks the first question, and says how to ask the next.
-func (c *serveCmd) greet(ctx context.Context, out io.Writer, url string, chat bool) error {
+func (c *serveCmd) greet(ctx context.Context, out io.Writer, self selfClient, url string, chat bool) error {
 	if c.Ask != "" {
-		if err := ask(ctx, out, url, c.name(), c.Ask); err != nil {
+		if err := ask(ctx, out, self, url, c.name(), c.Ask); err != nil {
 			return err
 		}
 	}
 	fmt.Fprintf(out, "\nServing %s at %s (OpenAI API; /metrics, /health). Stop with Ctrl-C.\n", c.name(), url)
+	options := ""
+	if c.TLSCert != "" {
+		options += " --cacert certs/ca.crt"
+	}
+	if c.APIKeyFile != "" {
+		options += " -H \"Authorization: Bearer $API_KEY\""
+	}
 	if chat {
-		fmt.Fprintf(out, "\n  curl -sN %s/v1/chat/completions -H 'Content-Type: application/json' \\\n"+
-			"    -d '{\"model\":\"%s\",\"stream\":true,\"messages\":[{\"role\":\"user\",\"content\":\"Tell me about the Moon.\"}]}'\n\n", url, c.name())
+		fmt.Fprintf(out, "\n  curl -sN%s %s/v1/chat/completions -H 'Content-Type: application/json' \\\n"+
+			"    -d '{\"model\":\"%s\",\"stream\":true,\"messages\":[{\"role\":\"user\",\"content\":\"Tell me about the Moon.\"}]}'\n\n", options, url, c.name())
 		return nil
 	}
-	fmt.Fprintf(out, "\n  curl -s %s/v1/completions -H 'Content-Type: application/json' \\\n"+
-		"    -d '{\"model\":\"%s\",\"prompt\":[1,2,3],\"max_tokens\":16,\"return_token_ids\":true}'\n\n", url, c.name())
+	fmt.Fprintf(out, "\n  curl -s%s %s/v1/completions -H 'Content-Type: application/json' \\\n"+
+		"    -d '{\"model\":\"%s\",\"prompt\":[1,2,3],\"max_tokens\":16,\"return_token_ids\":true}'\n\n", options, url, c.name())
 	return nil
 }
 

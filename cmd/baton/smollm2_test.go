@@ -36,7 +36,7 @@ func TestSmolLM2KnowsTheCapitalOfFrance(t *testing.T) {
 		"processes":   processes(t, model, []string{wire.RolePrefill, wire.RoleDecode}, "--kv-memory=256MiB", "--transfer=tcp"),
 	} {
 		var out bytes.Buffer
-		if err := ask(t.Context(), &out, f.url, "m", question); err != nil {
+		if err := ask(t.Context(), &out, selfClient{}, f.url, "m", question); err != nil {
 			t.Fatalf("%s: %v", name, err)
 		}
 		if got := out.String(); !strings.Contains(got, "Paris") || !strings.Contains(got, "blocks moved") {
