@@ -16,7 +16,8 @@ import (
 func (e *Engine) openTransfers(core *CoreConfig) error {
 	c := e.config
 	endpoint, err := backends.Open(c.Transport, e.memory, backends.Options{
-		Listen: net.JoinHostPort(c.TransferHost, "0"), TLS: c.TransferTLS,
+		// Peers call the host as it was given: that is what the certificate is for.
+		Listen: net.JoinHostPort(c.TransferHost, "0"), Advertise: advertise(c.TransferHost), TLS: c.TransferTLS,
 	})
 	if err != nil {
 		return err
@@ -28,6 +29,14 @@ func (e *Engine) openTransfers(core *CoreConfig) error {
 	_, _ = crand.Read(core.Secret) // never fails: it ends the process instead
 	core.Template, err = c.template()
 	return err
+}
+
+// advertise is the name of a host that has one. An address is known from the listener.
+func advertise(host string) string {
+	if net.ParseIP(host) != nil {
+		return ""
+	}
+	return host
 }
 
 // template is the copy from one engine of this geometry to another.

@@ -129,7 +129,7 @@ func serveMetrics(ctx context.Context, sec *security, addr string, reg *promethe
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", promhttp.HandlerFor(reg, promhttp.HandlerOpts{}))
 	mux.HandleFunc("GET /health", func(http.ResponseWriter, *http.Request) {})
-	server := &http.Server{Handler: mux, ReadHeaderTimeout: 5 * time.Second}
+	server := &http.Server{Handler: mux, ReadHeaderTimeout: 5 * time.Second, IdleTimeout: time.Minute}
 	defer context.AfterFunc(ctx, func() { server.Close() })()
 	log.Info("metrics", "address", url+"/metrics")
 	if err := server.Serve(l); !errors.Is(err, http.ErrServerClosed) {
