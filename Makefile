@@ -23,7 +23,7 @@ test: build model lint ## everything that must hold, in a few minutes
 	$(MAKE) race
 
 race: ## the packages that own goroutines, under the race detector
-	CGO_ENABLED=1 go test -race -short ./coordinator/... ./engine/... ./frontend/... ./handoff/... ./kvcache/... ./route/... ./transfer/... ./wire/...
+	CGO_ENABLED=1 go test -race -short ./coordinator/... ./engine/... ./frontend/... ./handoff/... ./kvcache/... ./mtls/... ./route/... ./transfer/... ./wire/...
 
 lint: ## formatting, vet, staticcheck
 	@out=$$(gofmt -l $$(git ls-files '*.go')); if [ -n "$$out" ]; then echo "not gofmt-ed: $$out"; exit 1; fi
