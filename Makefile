@@ -3,10 +3,10 @@ export GOTOOLCHAIN := go1.27.3
 export CGO_ENABLED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help build run model test race lint fuzz bench generate clean
+.PHONY: help build run model test race lint sim sim-mutants fuzz bench generate clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 build: ## bin/baton, one static binary
 	go build -trimpath -o bin/baton ./cmd/baton
@@ -24,6 +24,13 @@ test: build model lint ## everything that must hold, in a few minutes
 
 race: ## the packages that own goroutines, under the race detector
 	CGO_ENABLED=1 go test -race -short ./coordinator/... ./engine/... ./frontend/... ./handoff/... ./kvcache/... ./mtls/... ./route/... ./transfer/... ./wire/...
+
+SEEDS ?= 2000
+sim: ## the whole protocol in virtual time, under faults: SEEDS random runs
+	go run ./internal/sim/cmd -seeds $(SEEDS)
+
+sim-mutants: ## plant faults, one at a time: the simulator must find each
+	scripts/sim-mutants
 
 lint: ## formatting, vet, staticcheck
 	@out=$$(gofmt -l $$(git ls-files '*.go')); if [ -n "$$out" ]; then echo "not gofmt-ed: $$out"; exit 1; fi

@@ -1,0 +1,260 @@
+package sim
+
+import (
+	"slices"
+	"time"
+
+	"baton/coordinator"
+	"baton/route"
+	"baton/wire"
+)
+
+// coordinatorLife is the coordinator from its start to its death.
+type coordinatorLife struct {
+	w     *world
+	core  *coordinator.Core
+	links map[coordinator.PeerID]*link
+	timer int64 // when it is woken next; 0: not at all
+	dead  bool
+
+	// What the simulator knows of the two queues: attempts that arrived and were not dispatched.
+	entry, handoffs []*attempt
+}
+
+// wait is how long requests wait for an engine that is not there.
+const wait = 150 * time.Millisecond
+
+func (w *world) startCoordinator() error {
+	policy, err := route.ByName(w.script.Fleet.Policy)
+	if err != nil {
+		return err
+	}
+	core, err := coordinator.New(coordinator.Config{Incarnation: w.rng.Uint64() | 1, Policy: policy, IndexEntries: 64, Wait: wait})
+	if err != nil {
+		return err
+	}
+	w.coordinator = &coordinatorLife{w: w, core: core, links: map[coordinator.PeerID]*link{}}
+	return nil
+}
+
+func (w *world) crashCoordinator(d time.Duration) {
+	c := w.coordinator
+	if c == nil {
+		return
+	}
+	w.coordinator, c.dead = nil, true
+	for _, id := range sortedKeys(c.links) {
+		c.links[id].coordDies()
+	}
+	w.after(d, func() {
+		if err := w.startCoordinator(); err != nil {
+			w.fail("%v", err)
+		}
+	})
+}
+
+func (c *coordinatorLife) receive(k *link, m wire.Message) {
+	c.step(k, coordinator.Event{Peer: k.id, Message: m})
+}
+
+func (c *coordinatorLife) disconnected(k *link) {
+	delete(c.links, k.id)
+	for _, a := range c.w.attempts {
+		if a.link == k {
+			c.leave(a)
+		}
+	}
+	if !c.dead {
+		c.w.log("coordinator: the connection of %v ended", k.peer)
+		c.step(k, coordinator.Event{Peer: k.id})
+	}
+}
+
+// step gives the core one event; k is whose it is, nil when only time passed.
+func (c *coordinatorLife) step(k *link, ev coordinator.Event) {
+	if c.dead {
+		return
+	}
+	c.arrived(k, ev.Message)
+	ev.At = c.w.time()
+	var from *life
+	if k != nil {
+		from = k.life
+	}
+	for _, a := range c.core.Step(ev) {
+		switch a.Kind {
+		case coordinator.Send:
+			to := c.links[a.Peer]
+			if to == nil {
+				c.w.log("coordinator: %s for a connection that ended", describe(a.Message))
+				continue
+			}
+			c.sends(from, to, a.Message)
+			to.down(a.Message)
+		case coordinator.Close:
+			c.w.log("coordinator closes connection %d: %s", a.Peer, a.Text)
+			if to := c.links[a.Peer]; to != nil {
+				to.coordCloses()
+			}
+		case coordinator.Warn:
+			c.w.log("coordinator: %s", a.Text)
+		}
+	}
+	c.checkQueues()
+	c.arm()
+}
+
+// arm wakes the core when it wants to hear of the time.
+func (c *coordinatorLife) arm() {
+	at, ok := c.core.Deadline()
+	if !ok {
+		return
+	}
+	t := int64(at.Sub(epoch))
+	if c.timer != 0 && c.timer <= t {
+		return
+	}
+	c.timer = t
+	c.w.at(t, func() {
+		if !c.dead && c.timer == t {
+			c.timer = 0
+			c.step(nil, coordinator.Event{})
+		}
+	})
+}
+
+// arrived notes what joins a queue.
+func (c *coordinatorLife) arrived(k *link, m wire.Message) {
+	switch m := m.(type) {
+	case *wire.SubmitRequest:
+		if a := c.w.attempt(m.Sampling.Seed); !slices.Contains(c.entry, a) {
+			a.coord, a.owner, a.coordID, a.dispatched = c, nil, 0, 0
+			c.entry = append(c.entry, a)
+		}
+	case *wire.EngineReply:
+		for i := range m.Results {
+			if m.Results[i].Export == nil {
+				continue
+			}
+			for _, a := range c.w.attempts {
+				if a.owner == k.life && a.coordID == m.Results[i].ID && a.coord == c && a.link.coordOpen {
+					c.handoffs = append(c.handoffs, a)
+				}
+			}
+		}
+	}
+}
+
+// sends checks what the coordinator is about to tell somebody because of a message from an engine.
+func (c *coordinatorLife) sends(from *life, to *link, m wire.Message) {
+	switch m := m.(type) {
+	case *wire.SubmitRequest:
+		c.dispatch(&c.entry, m.Sampling.Seed, m.ID, to.life)
+	case *wire.SubmitRequestWithKV:
+		c.dispatch(&c.handoffs, m.Sampling.Seed, m.ID, to.life)
+	case *wire.EngineReply:
+		c.checkOwner(from, to, m.Results)
+	case *wire.EngineReplyPartial:
+		c.checkOwner(from, to, m.Results)
+	case *wire.RequestError:
+		c.over(to, m.ID)
+	case *wire.RequestAborted:
+		c.over(to, m.ID)
+	}
+}
+
+// dispatch checks that an attempt overtakes nobody who could have gone to the same engine.
+func (c *coordinatorLife) dispatch(queue *[]*attempt, number, id uint64, to *life) {
+	a := c.w.attempt(number)
+	i := slices.Index(*queue, a)
+	for _, earlier := range (*queue)[:max(i, 0)] {
+		if c.need(earlier, to) <= c.need(a, to) {
+			c.w.fail("%v was sent to %v while %v, which came earlier and needs no more blocks, waits", a, to, earlier)
+		}
+	}
+	if i >= 0 {
+		*queue = slices.Delete(*queue, i, i+1)
+	}
+	a.owner, a.coordID = to, id
+	a.dispatched++
+}
+
+// need is the number of blocks to reserve for an attempt on an engine.
+func (c *coordinatorLife) need(a *attempt, l *life) int {
+	tokens := len(a.prompt)
+	if l.role != wire.RolePrefill {
+		tokens += a.request.Max - 1
+	}
+	size := c.w.script.Fleet.BlockSize
+	return (tokens + size - 1) / size
+}
+
+// checkOwner makes sure that tokens come from the engine that the stream was given to last.
+func (c *coordinatorLife) checkOwner(from *life, to *link, results []wire.Result) {
+	for i := range results {
+		r := &results[i]
+		a := c.w.asked(to, r.ID)
+		if a == nil || a.owner == nil {
+			continue
+		}
+		if len(r.Tokens) > 0 && from != a.owner {
+			c.w.fail("tokens of %v came from %v, but %v owns the stream", a, from, a.owner)
+		}
+		if r.Finish != "" {
+			c.leave(a)
+		}
+	}
+}
+
+// over takes a request that ended for its client out of the queues.
+func (c *coordinatorLife) over(to *link, id uint64) {
+	if a := c.w.asked(to, id); a != nil {
+		c.leave(a)
+	}
+}
+
+func (c *coordinatorLife) leave(a *attempt) {
+	same := func(x *attempt) bool { return x == a }
+	c.entry = slices.DeleteFunc(c.entry, same)
+	c.handoffs = slices.DeleteFunc(c.handoffs, same)
+}
+
+// checkQueues makes sure that nobody waits who could run, and that no engine was promised more than it has.
+func (c *coordinatorLife) checkQueues() {
+	if len(c.entry)+len(c.handoffs) == 0 {
+		return
+	}
+	s := c.core.Status()
+	for i := range s.Engines {
+		e := &s.Engines[i]
+		if e.RequestsInUse > e.Requests || e.BlocksReserved > e.Blocks {
+			c.w.fail("engine %s was promised %d requests and %d blocks; it has %d and %d",
+				e.Name, e.RequestsInUse, e.BlocksReserved, e.Requests, e.Blocks)
+		}
+	}
+	if !s.Ready {
+		return
+	}
+	c.checkHead(s, c.entry, wire.RolePrefill, wire.RoleBoth)
+	c.checkHead(s, c.handoffs, wire.RoleDecode, "")
+}
+
+// checkHead makes sure that the first of a queue could not start now.
+func (c *coordinatorLife) checkHead(s *wire.StatusReply, queue []*attempt, roles ...string) {
+	if len(queue) == 0 || queue[0].leaving() {
+		return
+	}
+	for i := range s.Engines {
+		e := &s.Engines[i]
+		if e.Draining || !slices.Contains(roles, e.Role) {
+			continue
+		}
+		l := c.w.seat(e.Name).life
+		if l == nil || e.RequestsInUse >= e.Requests {
+			continue
+		}
+		if n := c.need(queue[0], l); e.BlocksReserved+n <= e.Blocks {
+			c.w.fail("%v waits, though it needs %d blocks and %s has %d of %d reserved", queue[0], n, e.Name, e.BlocksReserved, e.Blocks)
+		}
+	}
+}
