@@ -152,12 +152,16 @@ func TestAttention(t *testing.T) {
 		for _, d := range []tensor.DType{tensor.F32, tensor.BF16} {
 			c.dtype = d
 			name := fmt.Sprintf("%d×%d heads of %d, %v", c.heads, c.group, c.dim, d)
-			first := c.run(t, open(t, setups[0]), 16, 1000, true)
+			first := c.run(t, open(t, setups[1]), 16, 1000, true)
 			want, bound := c.reference()
 			near(t, name, first, want, bound, 4e-6)
 			for i, o := range setups {
 				b := open(t, o)
-				for _, blockSize := range []int{16, 32, 64} {
+				sizes := []int{16, 32, 64}
+				if o.Portable { // slow, so not every combination
+					sizes = sizes[i%3 : i%3+1]
+				}
+				for _, blockSize := range sizes {
 					chunk := []int{1, 5, 16, 1000}[(i+blockSize/16)%4]
 					got := c.run(t, b, blockSize, chunk, (i+blockSize)%3 > 0)
 					sameBits(t, fmt.Sprintf("%s, blocks of %d, chunks of %d, %v", name, blockSize, chunk, o), got, first)

@@ -103,7 +103,7 @@ func New(opt Options) (*Backend, error) {
 	}
 	b.boxes.matmul, b.boxes.attention, b.boxes.silu = &b.matmul, &b.attention, &b.silu
 	b.boxes.norm, b.boxes.rotate, b.boxes.embed, b.boxes.pack = &b.norm, &b.rotate, &b.embed, &b.pack
-	b.pool = newPool(b.workers)
+	b.pool = newPool(b.workers, spinRounds)
 	return b, nil
 }
 

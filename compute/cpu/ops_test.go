@@ -253,6 +253,7 @@ func TestLoadRefusals(t *testing.T) {
 		"negative": {DType: tensor.F32, Shape: []int{-1, -1}, Data: make([]byte, 4)},
 		"huge":     {DType: tensor.F32, Shape: []int{1 << 31, 1 << 31, 1 << 31}, Data: make([]byte, 4)},
 		"product":  {DType: tensor.F32, Shape: []int{1<<31 - 1, 1<<31 - 1, 4}, Data: make([]byte, 16)},
+		"wraps":    {DType: tensor.F32, Shape: []int{1 << 16, 1 << 16, 1 << 16, 1 << 14}},
 		"blocks":   {DType: tensor.Q8_0, Shape: []int{2, 16}, Data: make([]byte, 34)},
 	} {
 		var e *LoadError

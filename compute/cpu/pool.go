@@ -31,6 +31,7 @@ type pool struct {
 	own     *scratch // the caller's
 	number  uint32
 	threads int
+	spin    int // rounds of polling before a goroutine parks
 }
 
 // A waiting goroutine first polls, because the next operation of a pass usually follows within
@@ -42,13 +43,14 @@ const (
 
 const allClaimed = 1<<32 - 1
 
-func newPool(workers []*scratch) *pool {
+func newPool(workers []*scratch, spin int) *pool {
 	p := &pool{
 		wake:    make(chan struct{}, 1),
 		work:    make(chan struct{}, len(workers)),
 		stop:    make(chan struct{}),
 		own:     workers[0],
 		threads: len(workers),
+		spin:    spin,
 	}
 	for _, w := range workers[1:] {
 		p.helpers.Go(func() { p.help(w) })
@@ -108,7 +110,7 @@ func (p *pool) claim(w *scratch) {
 
 // finish waits until all pieces are done.
 func (p *pool) finish(n uint32) {
-	for range spinRounds {
+	for range p.spin {
 		if p.done.Load() == n {
 			return
 		}
@@ -126,7 +128,7 @@ func (p *pool) idle() bool { return uint32(p.state.Load()) >= p.pieces.Load() }
 // help is a helper's life.
 func (p *pool) help(w *scratch) {
 	for {
-		for round := 0; round < spinRounds && p.idle(); round++ {
+		for round := 0; round < p.spin && p.idle(); round++ {
 			pause(spinPauses)
 			if round%16 == 15 {
 				runtime.Gosched()

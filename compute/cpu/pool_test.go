@@ -23,23 +23,30 @@ func (c *counting) run(_ *scratch, piece int) { c.runs[piece].Add(1) }
 
 func TestPoolRunsEveryPieceOnce(t *testing.T) {
 	for _, threads := range []int{1, 2, 3, 7} {
-		b := open(t, Options{Threads: threads})
-		r := rand.New(rand.NewPCG(1, uint64(threads)))
-		for i := range 3000 {
-			n := r.IntN(20)
-			c := &counting{make([]atomic.Int32, n)}
-			var box task = c
-			b.pool.run(&box, n)
-			for p := range c.runs {
-				if got := c.runs[p].Load(); got != 1 {
-					t.Fatalf("%d threads, task %d: piece %d ran %d times when run returned", threads, i, p, got)
+		for _, spin := range []int{0, 1, spinRounds} {
+			workers := make([]*scratch, threads)
+			for i := range workers {
+				workers[i] = &scratch{}
+			}
+			p := newPool(workers, spin)
+			r := rand.New(rand.NewPCG(1, uint64(threads)))
+			for i := range 4000 {
+				n := r.IntN(20)
+				c := &counting{make([]atomic.Int32, n)}
+				var box task = c
+				p.run(&box, n)
+				for j := range c.runs {
+					if got := c.runs[j].Load(); got != 1 {
+						t.Fatalf("%d threads, task %d: piece %d ran %d times when run returned", threads, i, j, got)
+					}
+				}
+				if i%500 == 0 { // the next task finds all helpers asleep
+					for int(p.parked.Load()) < threads-1 {
+						runtime.Gosched()
+					}
 				}
 			}
-			if i%500 == 0 { // the next task finds all helpers asleep
-				for int(b.pool.parked.Load()) < threads-1 {
-					runtime.Gosched()
-				}
-			}
+			p.close()
 		}
 	}
 }
@@ -63,9 +70,12 @@ func (h *holding) run(w *scratch, _ int) {
 	}
 }
 
-func TestPoolWakesItsCaller(t *testing.T) {
+func TestPoolWakesSleepers(t *testing.T) {
 	b := open(t, Options{Threads: 2})
 	for range 20 {
+		for b.pool.parked.Load() < 1 { // so that the helper too must be woken
+			runtime.Gosched()
+		}
 		h := &holding{pool: b.pool}
 		var box task = h
 		b.pool.run(&box, 2)
