@@ -14,9 +14,13 @@
 //
 // The prefill engine's share of a request is reserved from prefilling until RELEASE_KV is sent (decoding
 // begins with reading the KV, and KV_READ_DONE ends that), the decode engine's until the request's end.
+//
+// An engine that fails a request, dies with it or gives it back sends it back in this order, and its client
+// notices nothing but the time: the coordinator has the prompt and every token (see recovery.go).
 package coordinator
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"time"
@@ -39,8 +43,20 @@ type Config struct {
 	Queue int
 	// MaxPrompt is the longest prompt accepted, in tokens, whatever the engines could take. Default 2^20.
 	MaxPrompt int
+	// HeldTokens bounds the tokens, of prompts and generated, of all requests that have not ended; each takes
+	// 4 bytes. Beyond it requests are refused. Default 2^28.
+	HeldTokens int
 	// Wait is how long a request waits while the fleet lacks an engine that it needs. Default 10 s.
 	Wait time.Duration
+	// Attempts is how many failures in a row that engines report end a request, and how many deaths in a
+	// row of engines that ran nothing else. Any other death is survived. Default 3.
+	Attempts int
+	// Verdict is how long a decode engine may take to say what became of a copy whose source is gone, before
+	// the prompt runs again. Default 2 s.
+	Verdict time.Duration
+	// DrainWait is how long an engine that wants to leave may take to end its requests, before they move.
+	// Default 30 s.
+	DrainWait time.Duration
 }
 
 func (c *Config) validate() error {
@@ -49,7 +65,8 @@ func (c *Config) validate() error {
 		value int64
 	}{
 		{"IndexEntries", int64(c.IndexEntries)}, {"Queue", int64(c.Queue)},
-		{"MaxPrompt", int64(c.MaxPrompt)}, {"Wait", int64(c.Wait)},
+		{"MaxPrompt", int64(c.MaxPrompt)}, {"HeldTokens", int64(c.HeldTokens)}, {"Wait", int64(c.Wait)},
+		{"Attempts", int64(c.Attempts)}, {"Verdict", int64(c.Verdict)}, {"DrainWait", int64(c.DrainWait)},
 	} {
 		if f.value < 0 {
 			return fmt.Errorf("coordinator: %s is %d; it must be positive, or 0 for the default", f.name, f.value)
@@ -58,15 +75,13 @@ func (c *Config) validate() error {
 	if c.Policy == nil {
 		c.Policy = route.Prefix{Affinity: route.DefaultAffinity}
 	}
-	if c.Queue == 0 {
-		c.Queue = 8192
-	}
-	if c.MaxPrompt == 0 {
-		c.MaxPrompt = 1 << 20
-	}
-	if c.Wait == 0 {
-		c.Wait = 10 * time.Second
-	}
+	c.Queue = cmp.Or(c.Queue, 8192)
+	c.MaxPrompt = cmp.Or(c.MaxPrompt, 1<<20)
+	c.HeldTokens = cmp.Or(c.HeldTokens, 1<<28)
+	c.Wait = cmp.Or(c.Wait, 10*time.Second)
+	c.Attempts = cmp.Or(c.Attempts, 3)
+	c.Verdict = cmp.Or(c.Verdict, 2*time.Second)
+	c.DrainWait = cmp.Or(c.DrainWait, 30*time.Second)
 	return nil
 }
 
@@ -116,9 +131,16 @@ type Summary struct {
 	Outcome                   string // a wire.Finish… or a wire.Code…
 	Message                   string // of a failure
 	PromptTokens              int
-	CachedTokens              int        // as the engine reported
+	CachedTokens              int        // as the engine reported that ran the prompt first
+	PredictedTokens           int        // that its choice counted on
 	Generated                 int        // tokens sent to the client
-	Stats                     wire.Stats // of the decode leg, or of the only one
+	Stats                     wire.Stats // of the last decode leg, or of the only one; moves are those of all
+
+	// What had to be done for it to go on.
+	Takeovers int // another decode engine began with the KV of the same source
+	Reruns    int // prompt and tokens ran again
+	Evictions int // a decode engine gave it back
+	Failures  int // an engine reported one
 
 	// When it reached each step; zero where it never did.
 	Submitted, Dispatched, Exported, Bound, Read, Ended time.Time
@@ -135,9 +157,14 @@ type Core struct {
 	fleet   fleet
 	phase   phase
 	epoch   *wire.SetGenerationEpoch
-	nextID  uint64
-	picks   uint64 // counts dispatches; stamps engine.last
-	scan    uint64 // counts passes over a queue; stamps engine.claimed
+	nextID  uint64   // of requests and legs
+	serial  uint64   // of engines
+	held    int      // tokens of requests that have not ended
+	leaving int      // engines that drain
+	misfits []misfit // by the time when they give up
+	orphans []*leg   // that read from engines which are gone, by verdict
+	picks   uint64   // counts dispatches; stamps engine.last
+	scan    uint64   // counts passes over a queue; stamps engine.claimed
 	now     time.Time
 	actions []Action
 
@@ -173,8 +200,13 @@ func New(cfg Config) (*Core, error) {
 		byName:   make(map[string]*engine),
 		requests: make(map[uint64]*request),
 	}
-	c.entry.index = route.NewIndex(cfg.IndexEntries)
-	c.decode.index = route.NewIndex(cfg.IndexEntries)
+	sessions, sticky := cfg.Policy.(route.Session)
+	for _, p := range [...]*pool{&c.entry, &c.decode} {
+		p.index = route.NewIndex(cfg.IndexEntries)
+		if sticky {
+			p.pins = route.NewPins(sessions.Sessions)
+		}
+	}
 	return c, nil
 }
 
@@ -192,6 +224,9 @@ func (c *Core) Step(ev Event) []Action {
 	case ev.Message != nil:
 		c.received(&ev)
 	}
+	c.expel()
+	c.judge()
+	c.dismiss()
 	c.expire()
 	return c.actions
 }
@@ -239,12 +274,11 @@ func (c *Core) disconnected(id PeerID) {
 	}
 	delete(c.peers, id)
 	if p.engine != nil {
-		c.remove(p.engine, "its connection ended")
+		c.remove(p.engine, "its connection ended", true)
 	}
 	for _, r := range sorted(p.requests) {
 		c.abort(r)
 		c.finish(r, "the client's connection ended")
-		c.forget(r)
 	}
 }
 
@@ -253,9 +287,8 @@ func (c *Core) fromClient(p *peer, ev *Event) {
 	case *wire.SubmitRequest:
 		c.submit(p, m, ev)
 	case *wire.AbortRequest:
-		if r := p.requests[m.ID]; r != nil && !r.aborting {
+		if r := p.requests[m.ID]; r != nil {
 			c.abort(r)
-			c.forget(r)
 		}
 	case *wire.StatusRequest:
 		status := c.Status()
@@ -286,6 +319,8 @@ func (c *Core) fromEngine(e *engine, m wire.Message) {
 		c.aborted(e, m)
 	case *wire.RequestError:
 		c.failed(e, m)
+	case *wire.KVEvents:
+		c.residency(e, m)
 	case *wire.Disconnect:
 		c.drain(e, m.Reason)
 	case *wire.RegisterRole:
@@ -300,13 +335,30 @@ func (c *Core) Requests() int { return len(c.requests) }
 
 // Deadline is when the core next wants to hear of the time (an Event with Peer 0 and no Message), if
 // nothing else happens before.
-func (c *Core) Deadline() (time.Time, bool) {
-	if c.entry.queue.head == nil && c.decode.queue.head == nil {
-		return time.Time{}, false
+func (c *Core) Deadline() (at time.Time, ok bool) {
+	earlier := func(t time.Time) {
+		if !ok || t.Before(at) {
+			at, ok = t, true
+		}
 	}
-	at, ok := c.entry.deadline(c.cfg.Wait, c.complete())
-	if d, waits := c.decode.deadline(c.cfg.Wait, c.decode.open() > 0); waits && (!ok || d.Before(at)) {
-		at, ok = d, true
+	if t, waits := c.entry.deadline(c.cfg.Wait, c.complete()); waits {
+		earlier(t)
+	}
+	if t, waits := c.decode.deadline(c.cfg.Wait, c.decode.open() > 0); waits {
+		earlier(t)
+	}
+	if len(c.misfits) > 0 {
+		earlier(c.misfits[0].by)
+	}
+	if len(c.orphans) > 0 {
+		earlier(c.orphans[0].verdict)
+	}
+	if c.leaving > 0 {
+		for _, e := range c.order {
+			if e.draining && len(e.legs) > 0 {
+				earlier(e.leaveBy)
+			}
+		}
 	}
 	return at, ok
 }

@@ -16,28 +16,35 @@ type engine struct {
 	peer     *peer
 	reg      *wire.RegisterRole
 	pool     *pool
-	slot     int // its number in the pool's index
-	requests int // reserved request slots
+	serial   uint64 // of the registration; never used again
+	slot     int    // its number in the pool's index, while it is registered
+	legs     map[uint64]*leg
 	blocks   int // reserved KV blocks
 	draining bool
-	last     uint64 // when it last got work
-	claimed  uint64 // the queue scan in which an earlier request waits for this engine
+	leaveBy  time.Time // of one that drains
+	last     uint64    // when it last got work
+	claimed  uint64    // the queue scan in which an earlier request waits for this engine
+
+	reports   bool   // what it has cached, from its first snapshot on
+	next      uint64 // number of the event that is due
+	resyncing bool   // it was asked for a snapshot
 }
 
 // canTake tells whether one more request with so many KV blocks could start now.
 func (e *engine) canTake(blocks int) bool {
-	return !e.draining && e.requests < e.reg.Requests && e.blocks+blocks <= e.reg.Blocks
+	return !e.draining && len(e.legs) < e.reg.Requests && e.blocks+blocks <= e.reg.Blocks
 }
 
 // free is the smaller of the free parts of its request slots and of its KV blocks.
 func (e *engine) free() float64 {
-	return min(1-float64(e.requests)/float64(e.reg.Requests), 1-float64(e.blocks)/float64(e.reg.Blocks))
+	return min(1-float64(len(e.legs))/float64(e.reg.Requests), 1-float64(e.blocks)/float64(e.reg.Blocks))
 }
 
 // pool is the engines of one role and the requests that wait for one of them.
 type pool struct {
 	engines []*engine
 	index   *route.Index
+	pins    *route.Pins // nil: sessions are not bound to engines
 	queue   queue
 	// lacking is since when the pool's requests cannot be served for want of an engine.
 	lacking time.Time
@@ -59,7 +66,7 @@ func (p *pool) deadline(wait time.Duration, served bool) (time.Time, bool) {
 	if served || p.queue.head == nil {
 		return time.Time{}, false
 	}
-	since := p.queue.head.queuedAt
+	since := p.queue.oldest().queuedAt
 	if p.lacking.After(since) {
 		since = p.lacking
 	}
@@ -108,7 +115,7 @@ func (c *Core) register(p *peer, m *wire.RegisterRole) {
 	if old != nil {
 		c.act(Action{Kind: Close, Peer: old.peer.id, Text: fmt.Sprintf("engine %s registered on a new connection", m.Name)})
 		delete(c.peers, old.peer.id)
-		c.remove(old, "it was replaced by a new connection")
+		c.remove(old, "it was replaced by a new connection", true)
 	}
 	c.admit(p, m)
 }
@@ -188,46 +195,61 @@ func (c *Core) admit(p *peer, m *wire.RegisterRole) {
 			version: m.WeightVersion, change: c.fleet.change,
 		}
 	}
-	e := &engine{peer: p, reg: m, pool: pool, slot: pool.freeSlot()}
+	c.serial++
+	e := &engine{peer: p, reg: m, pool: pool, serial: c.serial, slot: pool.freeSlot(), legs: make(map[uint64]*leg)}
 	pool.engines = append(pool.engines, e)
 	c.order = append(c.order, e)
 	c.byName[m.Name] = e
 	p.engine = e
+	c.acquit(m.Incarnation)
 	c.fleetChanged()
 	c.send(p, &wire.RegisterRoleAck{})
 	c.bringUp(e)
 	c.dispatch()
 }
 
-// remove forgets an engine and ends the requests that cannot go on without it.
-func (c *Core) remove(e *engine, why string) {
+// remove forgets an engine, which died or, if not, left. Its requests go on without it.
+func (c *Core) remove(e *engine, why string, died bool) {
 	served, decodes := c.complete(), c.decode.open() > 0
+	if e.draining {
+		c.leaving--
+	}
 	e.draining = true
 	e.peer.engine = nil
 	delete(c.byName, e.reg.Name)
 	is := func(x *engine) bool { return x == e }
 	e.pool.engines = slices.DeleteFunc(e.pool.engines, is)
 	c.order = slices.DeleteFunc(c.order, is)
-	e.pool.index.Forget(e.slot)
 	if c.fleet.of == e.reg.Name && len(c.order) > 0 {
 		c.fleet.of = c.order[0].reg.Name
 	}
 	c.fleetChanged()
-	for _, r := range sorted(c.requests) {
-		c.lost(r, e, why)
+	why = fmt.Sprintf("engine %s is gone: %s", e.reg.Name, why)
+	suspects := 0
+	for _, l := range e.legs {
+		if l.runs() {
+			suspects++
+		}
 	}
+	for _, l := range sorted(e.legs) {
+		if e.legs[l.id] == l {
+			c.lose(l, why, died, suspects == 1)
+		}
+	}
+	e.pool.index.Forget(e.slot)
 	c.noteLack(served, decodes)
 	c.dispatch()
 }
 
-// drain gives an engine no new work; its connection is closed when it has none left.
+// drain gives an engine no new work. Its connection is closed when it has none left, or after a while.
 func (c *Core) drain(e *engine, reason string) {
 	if e.draining {
 		return
 	}
 	served, decodes := c.complete(), c.decode.open() > 0
 	c.warn("engine %s leaves: %s", e.reg.Name, reason)
-	e.draining = true
+	e.draining, e.leaveBy = true, c.now.Add(c.cfg.DrainWait)
+	c.leaving++
 	e.pool.index.Forget(e.slot)
 	c.fleetChanged()
 	c.noteLack(served, decodes)
@@ -236,8 +258,23 @@ func (c *Core) drain(e *engine, reason string) {
 }
 
 func (c *Core) closeDrained(e *engine) {
-	if e.draining && e.requests == 0 && e.peer.engine == e {
+	if e.draining && len(e.legs) == 0 && e.peer.engine == e {
 		c.act(Action{Kind: Close, Peer: e.peer.id, Text: fmt.Sprintf("engine %s has left", e.reg.Name)})
+	}
+}
+
+// expel closes the engines that wanted to leave and still run requests when their time is up.
+func (c *Core) expel() {
+	if c.leaving == 0 {
+		return
+	}
+	for _, e := range slices.Clone(c.order) {
+		if !e.draining || len(e.legs) == 0 || c.now.Before(e.leaveBy) {
+			continue
+		}
+		why := fmt.Sprintf("it was to leave, and still had %d requests after %v", len(e.legs), c.cfg.DrainWait)
+		c.act(Action{Kind: Close, Peer: e.peer.id, Text: fmt.Sprintf("engine %s: %s", e.reg.Name, why)})
+		c.remove(e, why, false)
 	}
 }
 

@@ -12,18 +12,20 @@ import (
 //	paused -SUSPEND-> suspended -RESUME-> paused
 //	paused or suspended -STOP-> stopping
 //
-// Outside running, requests wait in the coordinator, and each engine keeps the ones it has.
+// Outside running, requests wait in the coordinator, and each engine keeps the ones it has. A coordinator
+// whose own process is to end is draining: it takes no new requests, and brings the others to their end.
 type phase uint8
 
 const (
 	running phase = iota
 	paused
 	suspended
+	draining
 	stopping
 )
 
 func (p phase) String() string {
-	return [...]string{"running", "paused", "suspended", "stopping"}[p]
+	return [...]string{"running", "paused", "suspended", "stopping", "stopping"}[p]
 }
 
 // control applies a client's lifecycle message to the whole fleet.
@@ -60,7 +62,7 @@ func (c *Core) control(p *peer, m wire.Message) {
 	c.phase = next
 	c.broadcast(m)
 	if next == stopping {
-		c.failQueued()
+		c.failQueued(&c.entry.queue, &c.decode.queue)
 	}
 	c.dispatch()
 }
@@ -91,8 +93,11 @@ func (c *Core) bringUp(e *engine) {
 func (c *Core) operator(m wire.Message) {
 	switch m.(type) {
 	case *wire.Stop:
-		c.phase = stopping
-		c.failQueued()
+		if c.phase < draining {
+			c.phase = draining
+			c.failQueued(&c.entry.queue)
+			c.dispatch()
+		}
 	case *wire.Shutdown:
 		c.shutdown()
 	}
@@ -101,22 +106,20 @@ func (c *Core) operator(m wire.Message) {
 // shutdown ends every request and stops the engines.
 func (c *Core) shutdown() {
 	c.phase = stopping
-	c.failQueued()
+	c.failQueued(&c.entry.queue, &c.decode.queue)
 	for _, r := range sorted(c.requests) {
 		c.abort(r)
 		c.fail(r, unavailable("%v", errStopping))
-		c.forget(r)
 	}
 	c.broadcast(&wire.Stop{})
 }
 
-func (c *Core) failQueued() {
-	for _, q := range [...]*queue{&c.entry.queue, &c.decode.queue} {
+func (c *Core) failQueued(queues ...*queue) {
+	for _, q := range queues {
 		for r := q.head; r != nil; r = q.head {
 			q.remove(r)
-			c.releaseSource(r)
+			c.unsource(r)
 			c.fail(r, unavailable("%v", errStopping))
-			c.forget(r)
 		}
 	}
 }
@@ -146,7 +149,7 @@ func (c *Core) Status() *wire.StatusReply {
 		}
 		s.Engines = append(s.Engines, wire.EngineStatus{
 			Name: e.reg.Name, Role: e.reg.Role, Model: e.reg.Model, Draining: e.draining,
-			Requests: e.reg.Requests, RequestsInUse: e.requests, Blocks: e.reg.Blocks, BlocksReserved: e.blocks,
+			Requests: e.reg.Requests, RequestsInUse: len(e.legs), Blocks: e.reg.Blocks, BlocksReserved: e.blocks,
 		})
 	}
 	return s

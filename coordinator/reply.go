@@ -1,7 +1,6 @@
 package coordinator
 
 import (
-	"fmt"
 	"slices"
 
 	"baton/wire"
@@ -16,77 +15,138 @@ type bucket struct {
 
 // results passes an engine's news on to the clients, one message for each client.
 func (c *Core) results(e *engine, results []wire.Result, replies bool) {
-	c.buckets = c.buckets[:0]
 	changed := false
 	for i := range results {
 		res := results[i]
-		r := c.requests[res.ID]
-		if r == nil || r.owner != e && (r.source != e || r.state != prefilling) || r.failed {
-			c.warn("ignored tokens of request %d from engine %s: it does not run there (any more)", res.ID, e.reg.Name)
+		l := e.legs[res.ID]
+		if l == nil || !l.runs() {
+			c.stray("tokens", e, res.ID)
 			continue
 		}
-		ended := c.result(r, e, &res, replies)
+		ended := replies || res.Finish != ""
+		if l != l.r.run {
+			c.late(l, &res, ended)
+		} else {
+			c.result(l, &res, ended)
+		}
 		changed = changed || ended
 	}
-	for _, b := range c.buckets {
-		if c.peers[b.client.id] != b.client {
-			continue
-		}
-		if b.final {
-			c.send(b.client, &wire.EngineReply{Results: b.results})
-		} else {
-			c.send(b.client, &wire.EngineReplyPartial{Results: b.results})
-		}
-	}
-	clear(c.buckets)
+	c.flush()
 	if changed {
 		c.dispatch()
 	}
 }
 
-// result handles one result of a request that runs on e and reports whether its leg ended.
-func (c *Core) result(r *request, e *engine, res *wire.Result, replies bool) bool {
-	last := replies || res.Finish != ""
-	if !r.closed && len(res.Tokens) > 0 && res.Start != r.sent {
-		c.breach(r, last, internal("engine %s sent tokens from index %d on where %d was due", e.reg.Name, res.Start, r.sent))
-		return last
-	}
-	if r.state == prefilling {
-		r.generated = append(slices.Clip(r.generated), res.Tokens...)
-		if res.Export != nil && res.Finish == "" {
-			c.exported(r, res)
-			return true
+// flush sends the results that were collected, those that end requests last.
+func (c *Core) flush() {
+	for _, final := range [...]bool{false, true} {
+		for _, b := range c.buckets {
+			switch {
+			case b.final != final || c.peers[b.client.id] != b.client:
+			case final:
+				c.send(b.client, &wire.EngineReply{Results: b.results})
+			default:
+				c.send(b.client, &wire.EngineReplyPartial{Results: b.results})
+			}
 		}
 	}
-	if replies && res.Finish == "" {
-		c.breach(r, last, internal("engine %s ended its part of the request without saying how", e.reg.Name))
-		return true
+	clear(c.buckets)
+	c.buckets = c.buckets[:0]
+}
+
+// stray reports what an engine said of a request that it does not run, or not any more.
+func (c *Core) stray(what string, e *engine, id uint64) {
+	c.warn("ignored %s of request %d from engine %s: it does not run there (any more)", what, id, e.reg.Name)
+}
+
+// late takes a result of a leg that its request does not wait for any more.
+func (c *Core) late(l *leg, res *wire.Result, ended bool) {
+	switch {
+	case ended && res.Export != nil:
+		l.export = res.Export
+		c.release(l)
+	case ended:
+		c.end(l)
 	}
-	c.forward(r, res)
-	if res.Finish == "" {
-		return false
+}
+
+// result takes a result of the leg that a request runs on.
+func (c *Core) result(l *leg, res *wire.Result, ended bool) {
+	r, e := l.r, l.engine
+	if have := len(r.tokens); !r.closed && len(res.Tokens) > 0 && res.Start > have {
+		c.breach(l, ended, "engine %s sent tokens from index %d on where %d was due", e.reg.Name, res.Start, have)
+		return
 	}
-	c.endLegs(r)
-	c.tell(r, res.Finish, "", nil)
-	c.forget(r)
-	return true
+	if ended && res.Finish == "" && (res.Export == nil || r.state != prefilling) {
+		c.breach(l, ended, "engine %s ended its part of the request without saying how", e.reg.Name)
+		return
+	}
+	c.trim(r, res)
+	if e.reg.Role != wire.RoleDecode {
+		c.settle(l)
+	} else if len(res.Tokens) > 0 {
+		r.progress()
+	}
+	switch {
+	case !ended:
+		c.forward(l, res)
+	case res.Finish == "":
+		c.exported(l, res)
+	case r.aborting:
+		c.ended(l, nil)
+	case res.Finish == wire.FinishEvicted:
+		c.evicted(l, res)
+	default:
+		c.forward(l, res)
+		c.ended(l, res)
+	}
+}
+
+// progress notes that a request got on: what happened to it before is no longer held against it.
+func (r *request) progress() {
+	r.failures, r.lost = 0, ""
+	r.avoid, r.killed = r.avoid[:0], r.killed[:0]
+}
+
+// trim drops tokens that the client has already.
+func (c *Core) trim(r *request, res *wire.Result) {
+	n := len(res.Tokens)
+	if r.closed || n == 0 {
+		return
+	}
+	known := min(len(r.tokens)-res.Start, n)
+	if known <= 0 {
+		return
+	}
+	res.Start, res.Tokens = res.Start+known, res.Tokens[known:]
+	if len(res.Logprobs) == n {
+		res.Logprobs = res.Logprobs[known:]
+	}
+	if len(res.Top) == n {
+		res.Top = res.Top[known:]
+	}
 }
 
 // forward puts a result into the client's bucket, unless the request is over for the client.
-func (c *Core) forward(r *request, res *wire.Result) {
+func (c *Core) forward(l *leg, res *wire.Result) {
+	r := l.r
 	if r.closed {
 		return
 	}
 	s := &r.summary
-	if s.Prefill == "" || r.owner == nil {
-		s.CachedTokens += res.CachedTokens
-	} else { // the prefill leg has reported these
+	switch {
+	case r.announced || l.engine.reg.Role == wire.RoleDecode:
 		res.PromptTokens, res.CachedTokens, res.PromptLogprobs, res.PromptTop = 0, 0, nil, nil
+	default:
+		r.announced = true
+		s.CachedTokens, s.PredictedTokens = res.CachedTokens, min(l.predicted, r.prompt)
 	}
-	if res.Stats != nil && r.owner != nil {
-		s.Stats = *res.Stats
+	if res.Stats != nil && l.engine.reg.Role != wire.RolePrefill {
+		s.addStats(res.Stats)
 	}
-	r.sent += len(res.Tokens)
+	r.tokens = append(r.tokens, res.Tokens...)
+	r.context += len(res.Tokens)
+	c.held += len(res.Tokens)
 	s.Generated += len(res.Tokens)
 	res.ID, res.Export = r.clientID, nil
 	final := res.Finish != ""
@@ -98,170 +158,199 @@ func (c *Core) forward(r *request, res *wire.Result) {
 	c.buckets[i].results = append(c.buckets[i].results, *res)
 }
 
-// exported takes the reply that ends a prefill leg: the client gets the first token at once, and the
-// request waits for a decode engine.
-func (c *Core) exported(r *request, res *wire.Result) {
-	r.export = res.Export
-	r.summary.Exported = c.now
-	switch {
-	case r.aborting || r.closed:
-		c.releaseSource(r)
-		c.finish(r, "")
-	case len(r.generated) == 0:
-		c.releaseSource(r)
-		c.fail(r, internal("engine %s handed over a request without its first token", r.summary.Prefill))
-	default:
-		c.forward(r, res)
-		r.state, r.queuedAt = exported, c.now
-		c.decode.queue.push(r)
-		return
-	}
-	c.forget(r)
+// addStats keeps the last leg's stats, with the moves of all.
+func (s *Summary) addStats(last *wire.Stats) {
+	before := s.Stats
+	s.Stats = *last
+	s.Stats.BlocksMoved += before.BlocksMoved
+	s.Stats.BlocksReused += before.BlocksReused
+	s.Stats.BytesMoved += before.BytesMoved
 }
 
-// breach ends a request whose engine broke the protocol. Unless that was the engine's last word on it,
-// the engine has to abort it.
-func (c *Core) breach(r *request, last bool, err *wire.RequestError) {
+// exported takes the reply that ends a prefill leg: the client gets the first token at once, and the
+// request waits for a decode engine.
+func (c *Core) exported(l *leg, res *wire.Result) {
+	r := l.r
+	l.export = res.Export
+	c.settle(l)
+	r.run = nil
+	if r.summary.Exported.IsZero() {
+		r.summary.Exported = c.now
+	}
+	switch {
+	case r.aborting:
+		c.release(l)
+		c.finish(r, "")
+	case len(r.tokens)+len(res.Tokens) == 0 || len(res.Tokens) == 0:
+		c.release(l)
+		c.failure(r, l.engine, internal("engine %s handed over a request without its next token", l.engine.reg.Name))
+	default:
+		c.forward(l, res)
+		l.tokens = len(r.tokens)
+		r.source = l
+		r.state, r.queuedAt = exported, c.now
+		c.decode.queue.push(r)
+	}
+}
+
+// evicted takes a request back that its engine had no more room for: it goes on with another prefill.
+func (c *Core) evicted(l *leg, res *wire.Result) {
+	r := l.r
+	res.Finish, res.Stats = "", nil
+	if len(res.Tokens) > 0 {
+		c.forward(l, res)
+	}
+	r.summary.Evictions++
+	r.run = nil
+	c.end(l)
+	c.again(r, "engine %s evicted it", l.engine.reg.Name)
+}
+
+// ended takes the end of the leg that a request ran on, and of the request: as res says, or by abort.
+func (c *Core) ended(l *leg, res *wire.Result) {
+	r := l.r
+	r.run = nil
+	c.unsource(r)
+	c.end(l)
+	if res == nil {
+		c.finish(r, "")
+	} else {
+		c.tell(r, res.Finish, "", nil)
+	}
+}
+
+// breach gives up a leg whose engine broke the protocol. Unless that was the engine's last word on it, the
+// engine has to abort it.
+func (c *Core) breach(l *leg, last bool, format string, args ...any) {
+	r := l.r
+	err := internal(format, args...)
 	c.warn("request %d: %s", r.id, err.Message)
 	if last {
-		c.endLegs(r)
+		r.run = nil
+		c.end(l)
 	} else {
-		c.abort(r)
+		c.abandon(r)
 	}
-	c.fail(r, err)
-	c.forget(r)
+	c.failure(r, l.engine, err)
 }
 
 // transferReady passes decode's destinations on to the prefill engine, which pushes into them.
 func (c *Core) transferReady(e *engine, m *wire.KVTransferReady) {
-	r := c.requests[m.ID]
-	if r == nil || r.owner != e || r.source == nil || r.pushed {
+	l := e.legs[m.ID]
+	if l == nil || l.source == nil || l.pushed || l.ended {
 		c.warn("ignored KVTransferReady for request %d from engine %s: no such transfer is due", m.ID, e.reg.Name)
 		return
 	}
-	if r.aborting {
+	s := l.source
+	switch {
+	case l != l.r.run || l.r.aborting: // it was told to abort
+		return
+	case s.gone: // nobody will push
+		c.orphaned(l, l.r.lost)
+		c.dispatch()
 		return
 	}
-	r.pushed = true
-	c.send(r.source.peer, &wire.SendKV{
-		ID: r.id, Handoff: r.export.Handoff, CachedBlocks: m.CachedBlocks, Blocks: m.Blocks, Tag: m.Tag, Ranks: e.reg.Ranks,
+	l.pushed = true
+	c.send(s.engine.peer, &wire.SendKV{
+		ID: s.id, Handoff: s.export.Handoff, CachedBlocks: m.CachedBlocks, Blocks: m.Blocks, Tag: m.Tag, Ranks: e.reg.Ranks,
+		Reader: l.id,
 	})
 }
 
-// readDone releases the source of a handoff: the decode engine has everything.
+// readDone lets go of the source of a handoff: the decode engine has everything.
 func (c *Core) readDone(e *engine, m *wire.KVReadDone) {
-	r := c.requests[m.ID]
-	if r == nil || r.owner != e || r.source == nil {
+	l := e.legs[m.ID]
+	if l == nil || l.source == nil {
 		c.warn("ignored KVReadDone for request %d from engine %s: it is not reading", m.ID, e.reg.Name)
 		return
 	}
-	r.summary.Read = c.now
-	c.releaseSource(r)
-	if r.failed {
-		c.freeOwner(r)
-		c.finish(r, "")
+	r := l.r
+	if l == r.run {
+		r.source = nil
+		r.summary.Read = c.now
+		c.settle(l)
 	}
-	c.forget(r)
+	c.endRead(l)
+	if l.ended {
+		c.letGo(l)
+	}
 	c.dispatch()
 }
 
-// abort stops a request wherever it is. One that no engine runs ends at once; otherwise the engine that
-// runs it is asked, and the request ends with its answer.
+// letGo ends a leg whose engine had reported its end before and now holds nothing of it any more.
+func (c *Core) letGo(l *leg) {
+	if r := l.r; l == r.run { // the client waits for just that
+		c.ended(l, nil)
+	} else {
+		c.end(l)
+	}
+}
+
+// abort ends a request at its client's wish, wherever it is. One that no engine runs ends at once; otherwise
+// the engine that runs it is asked, and the request ends with its answer.
 func (c *Core) abort(r *request) {
 	if r.aborting {
 		return
 	}
 	r.aborting = true
-	switch {
-	case r.in != nil:
+	if r.run != nil {
+		c.send(r.run.engine.peer, &wire.AbortRequest{ID: r.run.id})
+		return
+	}
+	if r.in != nil {
 		r.in.remove(r)
-		waited := r.source != nil
-		c.releaseSource(r)
-		c.finish(r, "")
-		if waited {
-			c.dispatch()
-		}
-	case r.owner != nil:
-		c.send(r.owner.peer, &wire.AbortRequest{ID: r.id})
-	case r.source != nil:
-		c.send(r.source.peer, &wire.AbortRequest{ID: r.id})
+	}
+	freed := r.source != nil
+	c.unsource(r)
+	c.finish(r, "")
+	if freed {
+		c.dispatch()
 	}
 }
 
 // aborted takes an engine's confirmation of an abort.
 func (c *Core) aborted(e *engine, m *wire.RequestAborted) {
-	r := c.requests[m.ID]
-	if r == nil || r.owner != e && (r.source != e || r.state != prefilling) {
-		c.warn("ignored RequestAborted for request %d from engine %s: it does not run there (any more)", m.ID, e.reg.Name)
+	l := e.legs[m.ID]
+	if l == nil || l.export != nil {
+		c.stray("RequestAborted", e, m.ID)
 		return
 	}
-	if !m.SourceSafe && r.source != nil {
-		r.failed, r.aborting = true, true
+	r := l.r
+	switch {
+	case l == r.run && !r.aborting:
+		c.failed(e, &wire.RequestError{
+			ID: m.ID, Code: wire.CodeUnavailable, Message: "engine " + e.reg.Name + " gave the request up",
+			Retryable: true, SourceSafe: m.SourceSafe,
+		})
+		return
+	case !m.SourceSafe && l.source != nil:
+		l.ended = true
 		return
 	}
-	c.endLegs(r)
-	c.finish(r, "")
-	c.forget(r)
+	c.letGo(l)
 	c.dispatch()
 }
 
-// failed takes an engine's report that a request cannot go on.
+// failed takes an engine's report that a request cannot go on there.
 func (c *Core) failed(e *engine, m *wire.RequestError) {
-	r := c.requests[m.ID]
-	if r == nil || r.owner != e && r.source != e {
-		c.warn("ignored RequestError for request %d from engine %s: it does not run there (any more)", m.ID, e.reg.Name)
+	l := e.legs[m.ID]
+	if l == nil {
+		c.stray("RequestError", e, m.ID)
 		return
 	}
+	r := l.r
 	switch {
-	case r.owner != nil && r.owner != e: // the source cannot deliver: the decode engine must let go first
-		c.abort(r)
-	case r.in != nil: // the export was lost before a decode engine was found
-		r.in.remove(r)
-		c.releaseSource(r)
-	case m.SourceSafe || r.source == nil || r.owner == nil:
-		c.endLegs(r)
+	case l.export != nil:
+		c.sourceFailed(l, m)
+	case !m.SourceSafe && l.source != nil:
+		if l.ended = true; l == r.run && !r.aborting {
+			c.runFailed(l, m)
+		}
+	case l == r.run && !r.aborting:
+		c.runFailed(l, m)
+		c.end(l)
 	default:
-		r.failed, r.aborting = true, true
+		c.letGo(l)
 	}
-	c.fail(r, m)
-	c.forget(r)
 	c.dispatch()
-}
-
-// endLegs returns what both engines held for a request that neither runs any more.
-func (c *Core) endLegs(r *request) {
-	c.releaseSource(r)
-	c.freeOwner(r)
-}
-
-// lost ends a request that cannot go on without an engine that is gone. Others are left alone: so is a
-// request that e prefilled, once its KV was read.
-func (c *Core) lost(r *request, e *engine, why string) {
-	wanted := r.aborting
-	switch {
-	case r.owner == e:
-		r.owner = nil
-		c.releaseSource(r)
-	case r.source == e:
-		r.source, r.export = nil, nil
-		if r.in != nil {
-			r.in.remove(r)
-		}
-		if r.owner != nil { // wait for its confirmation
-			c.abort(r)
-			if r.failed {
-				c.freeOwner(r)
-			}
-		}
-	default:
-		return
-	}
-	if wanted {
-		c.finish(r, "") // the client wanted it gone, and it is
-	}
-	c.fail(r, &wire.RequestError{
-		Code: wire.CodeEngineLost, Message: fmt.Sprintf("engine %s is gone: %s; try again", e.reg.Name, why),
-		Retryable: true, SourceSafe: true,
-	})
-	c.forget(r)
 }

@@ -2,6 +2,7 @@ package coordinator
 
 import (
 	"fmt"
+	"slices"
 	"time"
 
 	"baton/kvcache"
@@ -13,36 +14,43 @@ import (
 type state uint8
 
 const (
-	queued     state = iota // waits for its first engine
-	prefilling              // its prompt runs on source
-	exported                // waits for a decode engine; source holds its KV
-	decoding                // runs on owner to its end, which reads its KV from source while that is set
+	queued     state = iota // waits for an engine that runs its prompt
+	prefilling              // its prompt runs
+	exported                // waits for a decode engine, which takes its KV from source
+	decoding                // runs to its end, after reading its KV while source is set
 )
 
-// request is one request from its arrival until nothing of it is left on any engine.
+// request is one request from its arrival until its client knows its end and nothing of it is left on any
+// engine.
 type request struct {
 	id       uint64
 	client   *peer
 	clientID uint64
-	msg      *wire.SubmitRequest // nil once the decode engine has it
+	msg      *wire.SubmitRequest // the client's; nil once it is closed
+	tokens   wire.Tokens         // that the client has, those it resumed from included
 
-	state    state
-	aborting bool // the engine that runs it was told to abort it
-	closed   bool // the client was told how it ended
-	failed   bool // owner reported its failure, but may still read from source
-	pushed   bool // SEND_KV was sent
+	state     state
+	aborting  bool // to end, at the client's wish, as soon as its engine confirms
+	closed    bool // the client was told how it ended
+	announced bool // the client has what is reported once, of the prompt
 
-	source, owner             *engine // hold reservations; nil before and after
-	sourceBlocks, ownerBlocks int
-	export                    *wire.Export
-	generated                 wire.Tokens // by the prefill leg, and before it
-	sent                      int         // tokens that the client has, with those it resumed from
+	run    *leg // the leg that computes, or is about to
+	source *leg // the leg whose KV run reads, or a later leg would
+	legs   int  // all of them
 
-	prompt, context, maxTokens int // lengths of the prompt, of it and the resumed tokens; limit of new ones
+	prefilled, decoded bool // legs of the role have begun
+
+	avoid    []*engine // that failed it
+	failures int       // in a row, reported by engines
+	killed   []uint64  // in a row, incarnations of engines that died while they ran nothing else
+	lost     string    // the engine that died with it, and why
+
+	prompt, context, maxTokens int // lengths of the prompt, of it and tokens; limit of new ones
 	digests                    []kvcache.Digest
-	digestSize                 int    // block size that digests are made for
-	checked                    uint64 // fleet.change at the last validation
-	accepted                   bool   // a complete fleet could have run it
+	digestSize                 int       // block size that digests are made for
+	checked                    uint64    // fleet.change at the last validation
+	accepted                   bool      // a complete fleet could have run it
+	misfit                     time.Time // since when no engine is large enough; zero when one is
 
 	in         *queue
 	prev, next *request
@@ -58,20 +66,22 @@ func (c *Core) submit(p *peer, m *wire.SubmitRequest, ev *Event) {
 	}
 	c.nextID++
 	r := &request{
-		id: c.nextID, client: p, clientID: m.ID, msg: m,
+		id: c.nextID, client: p, clientID: m.ID, msg: m, tokens: slices.Clip(m.Resume),
 		prompt: len(m.Prompt), context: len(m.Prompt) + len(m.Resume), maxTokens: m.Sampling.MaxTokens,
-		generated: m.Resume, sent: len(m.Resume), digests: ev.Digests, digestSize: ev.BlockSize, queuedAt: c.now,
+		queuedAt: c.now,
+	}
+	if len(m.Resume) == 0 { // the digests are the prompt's alone
+		r.digests, r.digestSize = ev.Digests, ev.BlockSize
 	}
 	r.summary = Summary{ID: r.id, ClientID: r.clientID, Client: p.hello.Name, PromptTokens: r.prompt, Submitted: c.now}
 	p.requests[m.ID] = r
 	c.requests[r.id] = r
+	c.held += r.context
 	if err := c.refusal(r); err != nil {
 		c.fail(r, err)
-		c.forget(r)
 		return
 	}
 	r.checked, r.accepted = c.fleet.change, c.complete()
-	m.ID = r.id
 	c.entry.queue.push(r)
 	c.dispatch()
 }
@@ -80,7 +90,7 @@ func (c *Core) submit(p *peer, m *wire.SubmitRequest, ev *Event) {
 func (c *Core) refusal(r *request) *wire.RequestError {
 	n := len(r.msg.Prompt)
 	switch {
-	case c.phase == stopping:
+	case c.phase >= draining:
 		return unavailable("%v", errStopping)
 	case n == 0:
 		return invalid("prompt", "the prompt is empty")
@@ -88,6 +98,9 @@ func (c *Core) refusal(r *request) *wire.RequestError {
 		return invalid("prompt", "the prompt has %d tokens; this deployment accepts up to %d", n, c.cfg.MaxPrompt)
 	case c.entry.queue.length >= c.cfg.Queue:
 		return unavailable("%d requests wait already, as many as may; try again later", c.cfg.Queue)
+	case c.held > c.cfg.HeldTokens:
+		return unavailable("running requests have %d tokens already, of %d that may be held; try again later",
+			c.held-r.context, c.cfg.HeldTokens)
 	}
 	return c.check(r)
 }
@@ -155,70 +168,47 @@ func (c *Core) need(r *request, e *engine) int {
 
 // start sends a request to the engine that was chosen for its next leg.
 func (c *Core) start(r *request, e *engine, d route.Decision) {
-	n := c.need(r, e)
-	e.requests++
-	e.blocks += n
-	switch {
-	case r.state == exported:
-		r.state, r.owner, r.ownerBlocks = decoding, e, n
-		r.summary.Decode, r.summary.DecodeRoute, r.summary.Bound = e.reg.Name, d, c.now
+	l := c.begin(r, e, d)
+	r.run = l
+	s := &r.summary
+	if r.state == exported {
+		r.state = decoding
+		l.source = r.source
+		r.source.readers++
+		s.Decode, s.DecodeRoute, s.Bound = e.reg.Name, d, c.now
 		c.sendWithKV(r)
-	case e.reg.Role == wire.RoleBoth:
-		r.state, r.owner, r.ownerBlocks = decoding, e, n
-		r.summary.Decode, r.summary.DecodeRoute, r.summary.Dispatched = e.reg.Name, d, c.now
-		r.msg.Handoff = false
-		c.send(e.peer, r.msg)
-		r.msg = nil
-	default:
-		r.state, r.source, r.sourceBlocks = prefilling, e, n
-		r.summary.Prefill, r.summary.PrefillRoute, r.summary.Dispatched = e.reg.Name, d, c.now
-		r.msg.Handoff = true
-		c.send(e.peer, r.msg)
+		return
 	}
+	handoff := e.reg.Role == wire.RolePrefill
+	if handoff {
+		r.state = prefilling
+		s.Prefill, s.PrefillRoute = e.reg.Name, d
+	} else {
+		r.state = decoding
+		s.Decode, s.DecodeRoute = e.reg.Name, d
+	}
+	if s.Dispatched.IsZero() {
+		s.Dispatched = c.now
+	}
+	m := &wire.SubmitRequest{
+		ID: l.id, Prompt: r.msg.Prompt, Sampling: r.msg.Sampling, Session: r.msg.Session, Salt: r.msg.Salt,
+		Handoff: handoff, Resume: slices.Clip(r.tokens),
+	}
+	if r.announced {
+		m.Sampling.PromptLogprobs, m.Sampling.PromptTopLogprobs = false, 0
+	}
+	c.send(e.peer, m)
 }
 
 func (c *Core) sendWithKV(r *request) {
-	source := r.source.reg
-	c.send(r.owner.peer, &wire.SubmitRequestWithKV{
-		ID: r.id, Prompt: r.msg.Prompt, Sampling: r.msg.Sampling, Session: r.msg.Session, Salt: r.msg.Salt,
-		Generated: r.generated,
+	source := r.source.engine.reg
+	c.send(r.run.engine.peer, &wire.SubmitRequestWithKV{
+		ID: r.run.id, Prompt: r.msg.Prompt, Sampling: r.msg.Sampling, Session: r.msg.Session, Salt: r.msg.Salt,
+		Generated: slices.Clip(r.tokens),
 		Source: wire.Source{
-			Engine: source.Name, Incarnation: source.Incarnation, Ranks: source.Ranks, Export: *r.export,
+			Engine: source.Name, Incarnation: source.Incarnation, Ranks: source.Ranks, Export: *r.source.export,
 		},
 	})
-	r.msg, r.generated = nil, nil
-}
-
-// releaseSource gives back what the prefill engine holds for a request, if it still does.
-func (c *Core) releaseSource(r *request) {
-	e := r.source
-	if e == nil {
-		return
-	}
-	if r.export != nil {
-		c.send(e.peer, &wire.ReleaseKV{ID: r.id, Handoff: r.export.Handoff})
-	}
-	c.freeSource(r)
-}
-
-func (c *Core) freeSource(r *request) {
-	if e := r.source; e != nil {
-		r.source = nil
-		c.free(e, r.sourceBlocks)
-	}
-}
-
-func (c *Core) freeOwner(r *request) {
-	if e := r.owner; e != nil {
-		r.owner = nil
-		c.free(e, r.ownerBlocks)
-	}
-}
-
-func (c *Core) free(e *engine, blocks int) {
-	e.requests--
-	e.blocks -= blocks
-	c.closeDrained(e)
 }
 
 // tell ends a request for its client with m, whose ID is the client's. Nothing is sent when m is nil
@@ -229,12 +219,18 @@ func (c *Core) tell(r *request, outcome, message string, m wire.Message) {
 	}
 	r.closed = true
 	delete(r.client.requests, r.clientID)
-	if m != nil && c.peers[r.client.id] == r.client {
-		c.send(r.client, m)
+	if m != nil {
+		c.flush() // tokens come before the end
+		if c.peers[r.client.id] == r.client {
+			c.send(r.client, m)
+		}
 	}
 	s := &r.summary
 	s.Outcome, s.Message, s.Ended = outcome, message, c.now
 	c.act(Action{Kind: End, Summary: s})
+	c.held -= r.context
+	r.msg, r.tokens, r.digests, r.avoid = nil, nil, nil, nil
+	c.forget(r)
 }
 
 // finish ends a request that was aborted.
@@ -244,13 +240,13 @@ func (c *Core) finish(r *request, message string) {
 
 // fail ends a request with an error.
 func (c *Core) fail(r *request, err *wire.RequestError) {
-	err.ID = r.clientID
+	err.ID, err.Reader = r.clientID, 0
 	c.tell(r, err.Code, err.Message, err)
 }
 
 // forget drops a request once its client knows its end and no engine holds anything of it.
 func (c *Core) forget(r *request) {
-	if r.closed && r.source == nil && r.owner == nil {
+	if r.closed && r.legs == 0 {
 		delete(c.requests, r.id)
 	}
 }
@@ -264,5 +260,5 @@ func unavailable(format string, args ...any) *wire.RequestError {
 }
 
 func internal(format string, args ...any) *wire.RequestError {
-	return &wire.RequestError{Code: wire.CodeInternal, Message: fmt.Sprintf(format, args...), SourceSafe: true}
+	return &wire.RequestError{Code: wire.CodeInternal, Message: fmt.Sprintf(format, args...), Retryable: true, SourceSafe: true}
 }

@@ -11,6 +11,7 @@ import (
 
 	"github.com/cockroachdb/datadriven"
 
+	"baton/kvcache"
 	"baton/route"
 	"baton/wire"
 )
@@ -35,10 +36,12 @@ type script struct {
 	ids   map[string]PeerID
 	names map[PeerID]string
 	peers PeerID
+
+	explain bool // why engines were chosen
 }
 
 func newScript(t *testing.T, d *datadriven.TestData) *script {
-	cfg := Config{Incarnation: 1}
+	cfg, explain := Config{Incarnation: 1}, false
 	for _, a := range d.CmdArgs {
 		var err error
 		switch a.Key {
@@ -48,6 +51,10 @@ func newScript(t *testing.T, d *datadriven.TestData) *script {
 			a.Scan(t, 0, &cfg.Queue)
 		case "max-prompt":
 			a.Scan(t, 0, &cfg.MaxPrompt)
+		case "explain":
+			explain = true
+		case "held":
+			a.Scan(t, 0, &cfg.HeldTokens)
 		}
 		if err != nil {
 			d.Fatalf(t, "%v", err)
@@ -57,7 +64,7 @@ func newScript(t *testing.T, d *datadriven.TestData) *script {
 	if err != nil {
 		d.Fatalf(t, "%v", err)
 	}
-	return &script{core: core, now: time.Unix(0, 0), ids: map[string]PeerID{}, names: map[PeerID]string{}}
+	return &script{explain: explain, core: core, now: time.Unix(0, 0), ids: map[string]PeerID{}, names: map[PeerID]string{}}
 }
 
 // args reads the named arguments of a command.
@@ -160,8 +167,9 @@ func (s *script) command(t *testing.T, d *datadriven.TestData, from string, a ar
 	id := uint64(a.int("id", 0))
 	switch d.Cmd {
 	case "submit":
-		m := &wire.SubmitRequest{ID: id, Salt: a["salt"], Resume: a.tokens("resume")}
+		m := &wire.SubmitRequest{ID: id, Salt: a["salt"], Session: a["session"], Resume: a.tokens("resume")}
 		m.Sampling.MaxTokens = a.int("max", 4)
+		m.Sampling.PromptLogprobs = a["logprobs"] != ""
 		for i := range a.int("prompt", 8) {
 			m.Prompt = append(m.Prompt, int32(a.int("text", 0)*1000+i))
 		}
@@ -179,6 +187,12 @@ func (s *script) command(t *testing.T, d *datadriven.TestData, from string, a ar
 		if _, ok := a["stats"]; ok {
 			r.Stats = &wire.Stats{Engine: from}
 		}
+		if _, ok := a["logprobs"]; ok {
+			r.Logprobs = make(wire.Floats, len(r.Tokens))
+			for i := range r.Logprobs {
+				r.Logprobs[i] = -float32(r.Tokens[i])
+			}
+		}
 		if d.Cmd == "reply" {
 			return &wire.EngineReply{Results: []wire.Result{r}}
 		}
@@ -190,7 +204,16 @@ func (s *script) command(t *testing.T, d *datadriven.TestData, from string, a ar
 	case "aborted":
 		return &wire.RequestAborted{ID: id, SourceSafe: a["unsafe"] == ""}
 	case "error":
-		return &wire.RequestError{ID: id, Code: wire.CodeInternal, Message: "it broke", SourceSafe: a["unsafe"] == ""}
+		m := &wire.RequestError{
+			ID: id, Code: wire.CodeUnavailable, Message: "it broke", Retryable: a["final"] == "", SourceSafe: a["unsafe"] == "",
+			Reader: uint64(a.int("reader", 0)),
+		}
+		if code, ok := a["code"]; ok {
+			m.Code = code
+		}
+		return m
+	case "holds":
+		return s.events(a)
 	case "leave":
 		return &wire.Disconnect{Reason: "scaled down"}
 	case "pause":
@@ -216,6 +239,37 @@ func (s *script) command(t *testing.T, d *datadriven.TestData, from string, a ar
 	return nil
 }
 
+// events makes a report of cached prefixes: stored, or with "gone" removed, are the first of the blocks of the
+// text's prompt from number from on.
+func (s *script) events(a args) wire.Message {
+	m := &wire.KVEvents{Sequence: uint64(a.int("seq", 0)), Reset: a["reset"] != ""}
+	var prompt wire.Tokens
+	for i := range 4 * a.int("blocks", 0) {
+		prompt = append(prompt, int32(a.int("text", 0)*1000+i))
+	}
+	var parent [32]byte
+	for i, d := range kvcache.Chain(kvcache.Root(a["salt"], ""), 4, prompt) {
+		if i >= a.int("from", 0) {
+			ev := wire.KVEvent{Kind: wire.KVStored, Digest: d, Parent: parent, Version: uint64(a.int("version", 1))}
+			if a["gone"] != "" {
+				ev.Kind, ev.Parent = wire.KVRemoved, [32]byte{}
+			}
+			m.Events = append(m.Events, ev)
+		}
+		parent = d
+	}
+	if a["gone"] != "" {
+		slices.Reverse(m.Events)
+	}
+	if a["cleared"] != "" {
+		m.Events = []wire.KVEvent{{Kind: wire.KVCleared}}
+	}
+	if m.Next = m.Sequence; !m.Reset && a["part"] == "" {
+		m.Next += uint64(len(m.Events))
+	}
+	return m
+}
+
 func (s *script) step(ev Event) string {
 	ev.At = s.now
 	var b strings.Builder
@@ -238,7 +292,24 @@ func (s *script) step(ev Event) string {
 			if q.Decode != "" {
 				fmt.Fprintf(&b, ", decode %s", q.Decode)
 			}
-			fmt.Fprintf(&b, ", %d tokens\n", q.Generated)
+			fmt.Fprintf(&b, ", %d tokens", q.Generated)
+			if s.explain {
+				fmt.Fprintf(&b, ", %d cached where %d were predicted", q.CachedTokens, q.PredictedTokens)
+				for _, d := range []route.Decision{q.PrefillRoute, q.DecodeRoute} {
+					if d.Policy != "" {
+						fmt.Fprintf(&b, ", %s", d)
+					}
+				}
+			}
+			for _, n := range []struct {
+				n    int
+				what string
+			}{{q.Takeovers, "takeovers"}, {q.Reruns, "reruns"}, {q.Evictions, "evictions"}, {q.Failures, "failures"}} {
+				if n.n > 0 {
+					fmt.Fprintf(&b, ", %d %s", n.n, n.what)
+				}
+			}
+			b.WriteString("\n")
 		}
 	}
 	if b.Len() == 0 {
@@ -265,6 +336,9 @@ func describe(m wire.Message) string {
 		}
 		if m.Handoff {
 			s += ", handoff"
+		}
+		if m.Sampling.PromptLogprobs {
+			s += ", prompt logprobs"
 		}
 		return s
 	case *wire.SubmitRequestWithKV:
@@ -295,6 +369,8 @@ func describe(m wire.Message) string {
 		return s + ": " + m.Message
 	case *wire.SetGenerationEpoch:
 		return fmt.Sprintf("SetGenerationEpoch %d", m.Epoch)
+	case *wire.KVResync:
+		return fmt.Sprintf("KVResync: expected %d", m.Expected)
 	case *wire.StatusReply:
 		return "StatusReply: " + describeStatus(m)
 	}
@@ -305,6 +381,9 @@ func describeResults(results []wire.Result) string {
 	var b strings.Builder
 	for _, r := range results {
 		fmt.Fprintf(&b, " %d: %s from %d", r.ID, ints(r.Tokens), r.Start)
+		if r.Logprobs != nil {
+			fmt.Fprintf(&b, ", logprobs %v", r.Logprobs)
+		}
 		if r.Finish != "" {
 			fmt.Fprintf(&b, ", %s", r.Finish)
 		}
@@ -351,9 +430,12 @@ func checkIdle(c *Core) error {
 		return fmt.Errorf("%d requests are queued", n)
 	}
 	for _, e := range c.order {
-		if e.requests != 0 || e.blocks != 0 {
-			return fmt.Errorf("engine %s has %d requests and %d blocks reserved", e.reg.Name, e.requests, e.blocks)
+		if len(e.legs) != 0 || e.blocks != 0 {
+			return fmt.Errorf("engine %s has legs %v and %d blocks reserved", e.reg.Name, e.legs, e.blocks)
 		}
+	}
+	if c.held != 0 {
+		return fmt.Errorf("%d tokens are held", c.held)
 	}
 	for _, p := range sorted(c.peers) {
 		if len(p.requests) > 0 {

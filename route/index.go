@@ -6,13 +6,17 @@ import (
 	"baton/kvcache"
 )
 
-// Index remembers which prefixes each engine was given. A prefix is its chain of digests; engines are
-// small numbers that the caller assigns and may reuse after Forget.
+// Index remembers which prefixes each engine holds. A prefix is its chain of digests; engines are small
+// numbers that the caller assigns and may reuse after Forget.
 //
-// Two facts keep it fast. A chain is recorded whole, and of one chain the deeper digest is always the
-// less recently used, so what is known of a chain is a leading part of it and so is what one engine
-// owns: both ends are found by bisection. And entries are numbers in slices, which the garbage
-// collector need not walk.
+// Of an engine that reports what it stores and removes (Store, Remove), the index holds just that, and
+// for as long as a request's prompt is on its way into the engine's cache, what it will add (Expect, Settle).
+// Of an engine that reports nothing it holds what the engine was given (Record).
+//
+// Two facts keep it fast. Of one chain the deeper digest is always the less recently used, and engines
+// forget the deeper ones first, so what is known of a chain is a leading part of it and so is what one
+// engine owns: both ends are found by bisection. And entries are numbers in slices, which the garbage
+// collector need not walk. An engine whose reports break the second fact gets a wrong guess, nothing worse.
 type Index struct {
 	limit   int
 	table   map[kvcache.Digest]int32
@@ -22,11 +26,14 @@ type Index struct {
 	free    int32   // first unused node, linked through next
 	scratch []int32 // the chain being recorded
 	seen    []uint64
+
+	expected map[kvcache.Digest][]*Expectation // by the first digest
 }
 
 type node struct {
 	digest     kvcache.Digest
 	parent     int32 // the digest before it; none for the first
+	children   int32 // how many nodes have it as their parent
 	prev, next int32 // by recency, towards the more and the less recent
 }
 
@@ -43,7 +50,10 @@ func NewIndex(limit int) *Index {
 	if limit <= 0 {
 		limit = DefaultEntries
 	}
-	x := &Index{limit: limit, table: make(map[kvcache.Digest]int32), words: 1, free: none}
+	x := &Index{
+		limit: limit, table: make(map[kvcache.Digest]int32), words: 1, free: none,
+		expected: make(map[kvcache.Digest][]*Expectation),
+	}
 	x.nodes = append(x.nodes, node{parent: none, prev: root, next: root})
 	x.owners = append(x.owners, 0)
 	return x
@@ -52,10 +62,14 @@ func NewIndex(limit int) *Index {
 // Len is the number of digests remembered, at most the limit.
 func (x *Index) Len() int { return len(x.table) }
 
-// Match sets depths[e] to the number of leading digests of chain that engine e holds, for every e in
-// [0, len(depths)).
+// Match sets depths[e] to the number of leading digests of chain that engine e holds or soon will, for every
+// e in [0, len(depths)).
 func (x *Index) Match(chain []kvcache.Digest, depths []int) {
 	clear(depths)
+	if len(chain) == 0 {
+		return
+	}
+	x.matchExpected(chain, depths)
 	deepest := x.known(chain)
 	if deepest == 0 || len(depths) == 0 {
 		return
@@ -65,7 +79,7 @@ func (x *Index) Match(chain []kvcache.Digest, depths []int) {
 		for w, owners := range x.ownersOf(x.table[chain[at-1]]) {
 			for fresh := owners &^ x.seen[w]; fresh != 0; fresh &= fresh - 1 {
 				if e := w*64 + bits.TrailingZeros64(fresh); e < len(depths) {
-					depths[e] = at
+					depths[e] = max(depths[e], at)
 				}
 			}
 			x.seen[w] |= owners
@@ -116,21 +130,12 @@ func (x *Index) ownersOf(n int32) []uint64 {
 }
 
 // Record notes that engine was given the prefix that chain spells. It forgets the least recently
-// recorded digests beyond the limit, and of a chain longer than the limit it keeps the start.
+// used digests beyond the limit, and of a chain longer than the limit it keeps the start.
 func (x *Index) Record(engine int, chain []kvcache.Digest) {
 	x.widen(engine/64 + 1)
 	chain = chain[:min(len(chain), x.limit)]
-	known := x.known(chain)
-	x.scratch = x.scratch[:0]
-	if known > 0 {
-		for n := x.table[chain[known-1]]; n != none; n = x.nodes[n].parent {
-			x.scratch = append(x.scratch, n)
-		}
-	}
-	// Deepest first, so that the start of the chain ends up the most recent.
+	known := x.Touch(chain)
 	for _, n := range x.scratch {
-		x.unlink(n)
-		x.linkAfter(root, n)
 		x.own(n, engine)
 	}
 	parent, after := int32(none), int32(root)
@@ -139,29 +144,92 @@ func (x *Index) Record(engine int, chain []kvcache.Digest) {
 		after = parent
 	}
 	for _, d := range chain[known:] {
-		n := x.allocate()
-		x.nodes[n].digest, x.nodes[n].parent = d, parent
-		x.table[d] = n
-		x.linkAfter(after, n)
+		n := x.add(d, parent, after)
 		x.own(n, engine)
 		parent, after = n, n
 	}
 }
 
-// Forget removes everything that is known of an engine.
+// Touch makes what is known of a chain the most recently used, and returns how long that part is.
+func (x *Index) Touch(chain []kvcache.Digest) int {
+	known := x.known(chain)
+	x.scratch = x.scratch[:0]
+	if known > 0 {
+		x.touch(x.table[chain[known-1]])
+	}
+	return known
+}
+
+// touch makes the chain that ends with a node the most recently used. scratch holds it then, from the end.
+func (x *Index) touch(last int32) {
+	x.scratch = x.scratch[:0]
+	for n := last; n != none; n = x.nodes[n].parent {
+		x.scratch = append(x.scratch, n)
+	}
+	// Deepest first, so that the start of the chain ends up the most recent.
+	for _, n := range x.scratch {
+		x.unlink(n)
+		x.linkAfter(root, n)
+	}
+}
+
+// Store notes that engine holds a block whose chain is digest, after the one whose chain is parent (zero for
+// a first block). One whose parent the engine does not hold, as far as the index remembers, could never be
+// matched: it is not noted.
+func (x *Index) Store(engine int, digest, parent kvcache.Digest) {
+	x.widen(engine/64 + 1)
+	before, after := int32(none), int32(root)
+	if parent != (kvcache.Digest{}) {
+		p, ok := x.table[parent]
+		if !ok || !x.owns(p, engine) {
+			return
+		}
+		before, after = p, p
+	}
+	n, ok := x.table[digest]
+	if !ok {
+		if len(x.table) >= x.limit && x.nodes[root].prev == before {
+			x.touch(before) // or it would make room for its own child
+			if x.nodes[root].prev == before {
+				return
+			}
+		}
+		n = x.add(digest, before, after)
+	}
+	x.own(n, engine)
+}
+
+// Remove notes that engine does not hold a block any more.
+func (x *Index) Remove(engine int, digest kvcache.Digest) {
+	n, ok := x.table[digest]
+	if !ok || !x.owns(n, engine) {
+		return
+	}
+	x.ownersOf(n)[engine/64] &^= 1 << (engine % 64)
+	x.prune(n)
+}
+
+// prune removes a node that nobody owns and nothing follows, and then the one before it if the same is true
+// of that.
+func (x *Index) prune(n int32) {
+	for n != none && x.nodes[n].children == 0 && allZero(x.ownersOf(n)) {
+		parent := x.nodes[n].parent
+		x.remove(n)
+		n = parent
+	}
+}
+
+// Forget removes everything that engine was recorded or reported to hold.
 func (x *Index) Forget(engine int) {
 	word, mask := engine/64, uint64(1)<<(engine%64)
 	if word >= x.words {
 		return
 	}
 	for n := x.nodes[root].next; n != root; {
-		next := x.nodes[n].next
-		owners := x.ownersOf(n)
-		if owners[word]&mask != 0 {
+		next := x.nodes[n].next // deeper, or of another chain: pruning n leaves it
+		if owners := x.ownersOf(n); owners[word]&mask != 0 {
 			owners[word] &^= mask
-			if allZero(owners) {
-				x.remove(n)
-			}
+			x.prune(n)
 		}
 		n = next
 	}
@@ -180,6 +248,10 @@ func (x *Index) own(n int32, engine int) {
 	x.owners[int(n)*x.words+engine/64] |= 1 << (engine % 64)
 }
 
+func (x *Index) owns(n int32, engine int) bool {
+	return engine/64 < x.words && x.ownersOf(n)[engine/64]&(1<<(engine%64)) != 0
+}
+
 // widen makes room for engines up to 64*words.
 func (x *Index) widen(words int) {
 	if words <= x.words {
@@ -192,11 +264,27 @@ func (x *Index) widen(words int) {
 	x.owners, x.words = owners, words
 }
 
-// allocate returns a node without owners, taking it from the least recent entry when the index is full.
-// That entry is never an ancestor of what is being recorded: those were just made the most recent.
+// add makes a node without owners for a digest that has none, behind the given one in order of use.
+func (x *Index) add(d kvcache.Digest, parent, after int32) int32 {
+	n := x.allocate()
+	x.nodes[n].digest, x.nodes[n].parent, x.nodes[n].children = d, parent, 0
+	if parent != none {
+		x.nodes[parent].children++
+	}
+	x.table[d] = n
+	x.linkAfter(after, n)
+	return n
+}
+
+// allocate returns an unused node without owners, taking it from the least recent entry when the index is
+// full. Nothing follows that one. It is never an ancestor of what is being recorded: those were just made
+// the most recent.
 func (x *Index) allocate() int32 {
 	if len(x.table) >= x.limit {
-		x.remove(x.nodes[root].prev)
+		last := x.nodes[root].prev
+		parent := x.nodes[last].parent
+		x.remove(last)
+		x.prune(parent)
 	}
 	if n := x.free; n != none {
 		x.free = x.nodes[n].next
@@ -209,6 +297,9 @@ func (x *Index) allocate() int32 {
 }
 
 func (x *Index) remove(n int32) {
+	if p := x.nodes[n].parent; p != none {
+		x.nodes[p].children--
+	}
 	delete(x.table, x.nodes[n].digest)
 	x.unlink(n)
 	x.nodes[n].next = x.free

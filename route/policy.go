@@ -2,8 +2,8 @@
 // policies that choose among the engines which can take the request now. It is pure: no goroutine,
 // clock or random source, and the same inputs always give the same choice.
 //
-// The index is a guess made of past decisions. An engine that evicted a prefix costs a slower prefill,
-// never a wrong token, and recomputing makes the guess true again.
+// The index is a guess: reports of what engines hold take their time, and older engines make none. An engine
+// that has lost a prefix meanwhile costs a slower prefill, never a wrong token.
 package route
 
 import (
@@ -29,11 +29,15 @@ type Decision struct {
 	Free       float64 // the chosen engine's, before this request
 	Score      float64 // 0 for policies that do not score
 	Candidates int
+	Pinned     bool // the session was bound to the engine
 }
 
 // String is one line for logs.
 func (d Decision) String() string {
 	s := fmt.Sprintf("%s of %d: %d/%d blocks held, %.0f%% free", d.Policy, d.Candidates, d.Match, d.Blocks, 100*d.Free)
+	if d.Pinned {
+		return s + ", the session's engine"
+	}
 	if d.Score != 0 {
 		s += fmt.Sprintf(", score %.3f", d.Score)
 	}
@@ -111,6 +115,24 @@ func (p RoundRobin) Pick(blocks int, candidates []Candidate) Decision {
 	return decide(p, blocks, candidates, best, 0)
 }
 
+// Session keeps the requests of a session on one engine for as long as that engine takes work, and waits for
+// it when it is full: its cache holds the conversation. The caller keeps the bindings, in Pins; Session
+// chooses for a session's first request, and for requests without one, as Prefix does.
+type Session struct {
+	Prefix
+	Sessions int // how many are remembered for each role; 0 is DefaultSessions
+}
+
+// Name implements Policy.
+func (Session) Name() string { return "session" }
+
+// Pick implements Policy.
+func (p Session) Pick(blocks int, candidates []Candidate) Decision {
+	d := p.Prefix.Pick(blocks, candidates)
+	d.Policy = p.Name()
+	return d
+}
+
 func decide(p Policy, blocks int, candidates []Candidate, i int, score float64) Decision {
 	c := &candidates[i]
 	return Decision{
@@ -121,7 +143,9 @@ func decide(p Policy, blocks int, candidates []Candidate, i int, score float64) 
 // DefaultAffinity is the weight that held prefixes have in the policy named "prefix".
 const DefaultAffinity = 0.5
 
-var policies = []Policy{Prefix{Affinity: DefaultAffinity}, LeastLoaded{}, RoundRobin{}}
+var policies = []Policy{
+	Prefix{Affinity: DefaultAffinity}, LeastLoaded{}, RoundRobin{}, Session{Prefix: Prefix{Affinity: DefaultAffinity}},
+}
 
 // Names lists the policies that ByName knows.
 func Names() []string {
