@@ -26,7 +26,7 @@ func TestOverTLS(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	const size = 16 << 20
+	const size = 8 << 20 // two connections
 	for _, name := range []string{"tcp", "tcp-push"} {
 		t.Run(name, func(t *testing.T) {
 			from, to := openWith(t, name, size, backends.Options{TLS: id}), openWith(t, name, size, backends.Options{TLS: id})
