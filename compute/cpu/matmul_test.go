@@ -161,3 +161,23 @@ func TestSegments(t *testing.T) {
 		sameBits(t, d.String(), p.run(t, b), parts[0])
 	}
 }
+
+// TestQuantisedEqualsExpanded: a product with quantised weights has the bits of one with the same weights
+// expanded to f32 beforehand.
+func TestQuantisedEqualsExpanded(t *testing.T) {
+	const inner, outer = 352, 10
+	for _, o := range setups {
+		b := open(t, o)
+		for _, inputs := range []int{1, 5} {
+			x := put(t, b, random(1, inputs*inner), inner)
+			for _, d := range weightTypes {
+				stored, values := quantised(t, d, random(2, outer*inner), outer, inner)
+				expanded, _ := quantised(t, tensor.F32, values, outer, inner)
+				got, want := blank(t, b, inputs, outer, outer), blank(t, b, inputs, outer, outer)
+				b.MatMul(got, x, load(t, b, stored), compute.Linear{})
+				b.MatMul(want, x, load(t, b, expanded), compute.Linear{})
+				sameBits(t, fmt.Sprint(d, " ", o), get(t, b, got), get(t, b, want))
+			}
+		}
+	}
+}
