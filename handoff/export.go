@@ -128,7 +128,7 @@ func (c *Core) push(e Push) {
 	m := e.Message
 	x := c.export(m.Handoff)
 	if x == nil || x.id != m.ID || x.releasing {
-		c.fail(m.ID, wire.CodeUnavailable, true, "its KV is not held any more (handoff %d)", m.Handoff)
+		c.failPush(m.ID, m.Reader, wire.CodeUnavailable, "its KV is not held any more (handoff %d)", m.Handoff)
 		return
 	}
 	tags, err := unpackTags(m.Tag)
@@ -136,18 +136,18 @@ func (c *Core) push(e Push) {
 		err = c.checkPush(x, e, len(tags))
 	}
 	if err != nil {
-		c.fail(m.ID, wire.CodeInternal, true, "its KV cannot be sent: %v", err)
+		c.failPush(m.ID, m.Reader, wire.CodeInternal, "its KV cannot be sent: %v", err)
 		return
 	}
 	if err := c.verify(x.pin); err != nil {
 		x.stale = true
-		c.fail(m.ID, wire.CodeUnavailable, true, "its KV cannot be sent: %v", err)
+		c.failPush(m.ID, m.Reader, wire.CodeUnavailable, "its KV cannot be sent: %v", err)
 		return
 	}
 	from := x.pin.Blocks()[m.CachedBlocks:]
 	for i := range e.Template.Legs {
 		t := &e.Template.Legs[i]
-		l := c.newLeg(leg{rank: t.Src, export: x, deadline: c.now.Add(c.config.Timeout)})
+		l := c.newLeg(leg{rank: t.Src, export: x, reader: m.Reader, deadline: c.now.Add(c.config.Timeout)})
 		x.pushes = append(x.pushes, l)
 		c.act(StartPush{
 			Transfer: l.transfer, Rank: t.Src, Peer: m.Ranks[t.Dst].Transport, Tag: tags[t.Dst],
@@ -201,7 +201,7 @@ func (c *Core) pushSettled(l *leg, e Settled) {
 	if e.Err != nil && !l.failed {
 		l.failed = true
 		if !x.releasing {
-			c.fail(x.id, wire.CodeUnavailable, true, "sending its KV failed: %v", e.Err)
+			c.failPush(x.id, l.reader, wire.CodeUnavailable, "sending its KV failed: %v", e.Err)
 		}
 	}
 	if !l.unsafe || e.Err == nil || e.Safe {
@@ -293,9 +293,17 @@ func (c *Core) pollExports() {
 
 // fail ends a request with an error.
 func (c *Core) fail(id uint64, code string, sourceSafe bool, format string, args ...any) {
+	c.report(&wire.RequestError{ID: id, Code: code, SourceSafe: sourceSafe}, format, args...)
+}
+
+// failPush reports that a push came to nothing. It names the reader: another may have taken its place.
+func (c *Core) failPush(id, reader uint64, code, format string, args ...any) {
+	c.report(&wire.RequestError{ID: id, Code: code, SourceSafe: true, Reader: reader}, format, args...)
+}
+
+func (c *Core) report(m *wire.RequestError, format string, args ...any) {
 	c.stats.Failed++
-	c.act(Send{&wire.RequestError{
-		ID: id, Code: code, Message: fmt.Sprintf("request %d: "+format, append([]any{id}, args...)...),
-		Retryable: code == wire.CodeUnavailable, SourceSafe: sourceSafe,
-	}})
+	m.Message = fmt.Sprintf("request %d: "+format, append([]any{m.ID}, args...)...)
+	m.Retryable = m.Code == wire.CodeUnavailable
+	c.act(Send{m})
 }

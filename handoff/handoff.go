@@ -101,6 +101,7 @@ type leg struct {
 	rank     int
 	export   *export    // one of the two is set
 	imported *importing //
+	reader   uint64     // of a push: who receives it
 	deadline time.Time  // of a push; an import has its own
 	failed   bool       // the failure was reported
 	unsafe   bool       // it failed, and may still touch memory

@@ -223,7 +223,7 @@ func (s *script) importEvent(id uint64, a args) Import {
 
 // pushEvent is what the coordinator makes of decode's readiness.
 func (s *script) pushEvent(id uint64, a args) Push {
-	m := &wire.SendKV{ID: id, Handoff: uint64(a.int("handoff", 0)), Ranks: ranks(s.d)}
+	m := &wire.SendKV{ID: id, Handoff: uint64(a.int("handoff", 0)), Ranks: ranks(s.d), Reader: uint64(a.int("reader", 0))}
 	if x := s.p.offers[id]; x != nil && m.Handoff == 0 {
 		m.Handoff = x.Handoff
 	}
@@ -292,7 +292,11 @@ func (s *script) message(e *side, message wire.Message) string {
 	case *wire.KVReadDone:
 		return fmt.Sprintf("send %v id=%d", m.Header(), m.ID)
 	case *wire.RequestError:
-		return fmt.Sprintf("send %v id=%d code=%s retryable=%v source-safe=%v: %s", m.Header(), m.ID, m.Code, m.Retryable, m.SourceSafe, m.Message)
+		reader := ""
+		if m.Reader != 0 {
+			reader = fmt.Sprintf(" reader=%d", m.Reader)
+		}
+		return fmt.Sprintf("send %v id=%d%s code=%s retryable=%v source-safe=%v: %s", m.Header(), m.ID, reader, m.Code, m.Retryable, m.SourceSafe, m.Message)
 	case *wire.RequestAborted:
 		return fmt.Sprintf("send %v id=%d source-safe=%v", m.Header(), m.ID, m.SourceSafe)
 	}
