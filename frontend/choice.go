@@ -2,6 +2,7 @@ package frontend
 
 import (
 	"context"
+	"fmt"
 	"unicode/utf8"
 
 	"baton/text"
@@ -29,7 +30,8 @@ type choice struct {
 	detok     Detokenizer
 	matcher   *text.StopMatcher // nil without stop strings
 	offset    int               // code points that the detokenizer has completed
-	generated int               // tokens that count
+	received  int               // tokens that have come
+	generated int               // those that count: not what follows a stop string
 
 	started    bool // its first result was taken in
 	announced  bool // something of it was sent
@@ -92,8 +94,12 @@ func (c *choice) request() *wire.SubmitRequest {
 	return &wire.SubmitRequest{Prompt: c.prompt.ids, Sampling: sampling, Session: c.g.session, Salt: c.g.salt}
 }
 
-// apply takes one result in.
-func (c *choice) apply(res *wire.Result, tok Tokenizer) {
+// apply takes one result in. It fails if the backend lost or repeated tokens on the way.
+func (c *choice) apply(res *wire.Result, tok Tokenizer) error {
+	if res.Start != c.received {
+		return fmt.Errorf("choice %d: a result starts at token %d, but %d have come", c.index, res.Start, c.received)
+	}
+	c.received += len(res.Tokens)
 	if !c.started {
 		c.started = true
 		c.cached = res.CachedTokens
@@ -112,6 +118,7 @@ func (c *choice) apply(res *wire.Result, tok Tokenizer) {
 	if c.finish == "" && res.Finish != "" {
 		c.end(res)
 	}
+	return nil
 }
 
 // takePrompt keeps the prompt's log-probabilities.

@@ -113,7 +113,10 @@ func BenchmarkChunk(b *testing.B) {
 			var buf []byte
 			b.ReportAllocs()
 			for b.Loop() {
-				c.apply(&res, s.tok)
+				if err := c.apply(&res, s.tok); err != nil {
+					b.Fatal(err)
+				}
+				res.Start++
 				observe.result(c, 1)
 				buf = append(a.appendChunk(append(buf[:0], head...), c), "\n\n"...)
 				c.sent()

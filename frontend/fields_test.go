@@ -71,6 +71,9 @@ func TestFieldsAreRefused(t *testing.T) {
 		{both, `"response_format":{"type":"json_object"}`, "response_format", "not supported"},
 		{both, `"response_format":"json"`, "response_format", "not supported"},
 		{both, `"guided_json":{"type":"object"}`, "guided_json", "not supported"},
+		{both, `"bad_words":["x"]`, "bad_words", "not supported"},
+		{both, `"functions":[{"name":"f"}]`, "functions", "use tools"},
+		{both, `"truncate_prompt_tokens":5`, "truncate_prompt_tokens", "not supported"},
 		{both, `"use_beam_search":true`, "use_beam_search", "not supported"},
 		{both, `"chat_template":"{{ x }}"`, "chat_template", "not supported"},
 

@@ -22,6 +22,7 @@ func (*canned) Submit(_ context.Context, req *wire.SubmitRequest) (Stream, error
 type cannedStream struct {
 	req  *wire.SubmitRequest
 	left int
+	sent int
 }
 
 func (s *cannedStream) Next(context.Context) (wire.Result, error) {
@@ -29,7 +30,8 @@ func (s *cannedStream) Next(context.Context) (wire.Result, error) {
 		return wire.Result{}, io.EOF
 	}
 	s.left--
-	res := wire.Result{Tokens: wire.Tokens{261}, StopToken: -1}
+	res := wire.Result{Start: s.sent, Tokens: wire.Tokens{261}, StopToken: -1}
+	s.sent++
 	if s.req.Sampling.Logprobs {
 		res.Logprobs, res.Top = wire.Floats{-1}, []wire.TokenLogprobs{{}}
 	}

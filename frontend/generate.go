@@ -93,7 +93,9 @@ func (s *Server) run(ctx context.Context, a *answer, emit func(c *choice, more b
 			return u.err
 		}
 		before := c.generated
-		c.apply(&u.result, a.tok)
+		if err := c.apply(&u.result, a.tok); err != nil {
+			return err
+		}
 		observe.result(c, c.generated-before)
 		if c.finish != "" {
 			running--
@@ -134,6 +136,17 @@ func (s *Server) pump(ctx context.Context, c *choice, updates chan<- update) {
 			return
 		}
 	}
+}
+
+// blame names the field of the client's own request that a backend's refusal is about.
+func (g *generation) blame(err error) error {
+	var e *RequestError
+	if g.chat && errors.As(err, &e) && e.Field == "prompt" {
+		renamed := *e
+		renamed.Field = "messages"
+		return &renamed
+	}
+	return err
 }
 
 // usage counts tokens as OpenAI does: each prompt once, however many choices it has.

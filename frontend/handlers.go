@@ -81,6 +81,7 @@ func (s *Server) answer(x *exchange, g *generation, idPrefix string) error {
 	} else if err = s.run(x.ctx, a, func(*choice, bool) error { return nil }); err == nil {
 		err = x.json(a.appendWhole(nil))
 	}
+	err = g.blame(err)
 	u := a.usage()
 	x.summary = append(x.summary, "choices", len(a.choices), "stream", g.stream,
 		"prompt_tokens", u.prompt, "cached_tokens", u.cached, "completion_tokens", u.completion)

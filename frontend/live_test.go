@@ -136,6 +136,46 @@ func TestBackendErrors(t *testing.T) {
 	}
 }
 
+// TestBlame: in chat, what the backend calls the prompt is the messages.
+func TestBlame(t *testing.T) {
+	b := newToyBackend()
+	b.maxLen = 1
+	s := newTestServer(t, b, nil)
+	for path, want := range map[string]string{chatPath: "messages", completionPath: "prompt"} {
+		if e := post(t, s.Handler(), path, withField(path, `"n":1`)).failure(t); deref(e.Param) != want {
+			t.Errorf("%s: param %q", path, deref(e.Param))
+		}
+	}
+}
+
+// leaky is a backend that loses a token on the way.
+type leaky struct{ *toyBackend }
+
+type leakyStream struct{ Stream }
+
+func (b leaky) Submit(ctx context.Context, req *wire.SubmitRequest) (Stream, error) {
+	s, err := b.toyBackend.Submit(ctx, req)
+	return leakyStream{s}, err
+}
+
+func (s leakyStream) Next(ctx context.Context) (wire.Result, error) {
+	res, err := s.Stream.Next(ctx)
+	if res.Start > 4 {
+		res.Start++
+	}
+	return res, err
+}
+
+// TestLostTokens: an answer with a hole in it is an error, not an answer.
+func TestLostTokens(t *testing.T) {
+	b := newToyBackend()
+	s := newTestServer(t, leaky{b}, nil)
+	if r := post(t, s.Handler(), completionPath, `{"prompt":"a","max_tokens":30,"ignore_eos":true}`); r.status != 500 {
+		t.Errorf("%d %s", r.status, r.body)
+	}
+	b.idle(t)
+}
+
 var s0 *Server // for its type's name
 
 // panicky is a tokenizer with a defect.
