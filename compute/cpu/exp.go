@@ -41,5 +41,5 @@ func exp32(x float32) float32 {
 	half := n >> 1
 	a := math.Float32frombits(uint32(half+127) << 23)
 	b := math.Float32frombits(uint32(n-half+127) << 23)
-	return float32(p*a) * b
+	return float32(float32(p*a) * b)
 }

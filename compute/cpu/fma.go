@@ -11,10 +11,16 @@ import "math"
 func fma32(x, y, z float32) float32 {
 	p := float64(x) * float64(y)
 	s := p + float64(z)
-	if b := math.Float64bits(s); b<<35 == 1<<63 || b<<1 < minNormal32<<1 {
+	if delicate(s) {
 		return fmaExact(p, float64(z))
 	}
 	return float32(s)
+}
+
+// delicate reports whether rounding s again may go wrong.
+func delicate(s float64) bool {
+	b := math.Float64bits(s)
+	return b<<35 == 1<<63 || b<<1 < minNormal32<<1
 }
 
 // minNormal32 is 2^-126 as float64 bits.

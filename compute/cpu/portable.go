@@ -49,8 +49,13 @@ func dot8(acc *[lanes]float32, w, x []float32) {
 	x = x[:len(w)]
 	for len(w) >= lanes {
 		a, b := (*[lanes]float32)(w), (*[lanes]float32)(x)
-		for j := range lanes {
-			acc[j] = fma32(a[j], b[j], acc[j])
+		for j := range lanes { // fma32, spelled out because it is too long to be inlined
+			p, z := float64(a[j])*float64(b[j]), float64(acc[j])
+			if s := p + z; delicate(s) {
+				acc[j] = fmaExact(p, z)
+			} else {
+				acc[j] = float32(s)
+			}
 		}
 		w, x = w[lanes:], x[lanes:]
 	}
@@ -125,7 +130,7 @@ func foldGo(scores, maximum, sum, rescale *float32, valid *int32, scale float32,
 		s := floats(scores, i*compute.Tile*4, compute.Tile)
 		for t := range s {
 			if t < int(count) {
-				s[t] *= scale
+				s[t] = float32(s[t] * scale)
 			} else {
 				s[t] = float32(math.Inf(-1))
 			}
@@ -150,7 +155,7 @@ func weighGo(acc, rescale, p, v *float32, n, dim, tokens int) {
 		a, c := floats(acc, i*dim*4, dim), floats(rescale, i*4, 1)[0]
 		weights := floats(p, i*compute.Tile*4, tokens)
 		for d := range a {
-			a[d] *= c
+			a[d] = float32(a[d] * c)
 		}
 		for t, w := range weights {
 			for d, x := range floats(v, t*dim*4, dim) {
