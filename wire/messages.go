@@ -163,7 +163,7 @@ type SubmitRequest struct {
 }
 
 // TokenLogprobs are the alternatives at one position: IDs[i] had log-probability Logprobs[i], best
-// first. The chosen token itself is not repeated here.
+// first. The chosen token is among them when it is one of the likeliest.
 type TokenLogprobs struct {
 	IDs      Tokens
 	Logprobs Floats
