@@ -37,6 +37,10 @@ type Config struct {
 	MaxRequests int
 	// MaxTokens is the most rows of one pass, at least MaxRequests. Default 512.
 	MaxTokens int
+	// Continuation is how many KV blocks are set aside for a request's new tokens when it begins. More are
+	// taken as they are needed: requests whose answers turn out long may wait for others, or be computed
+	// again, but many more fit at once than if each had all it could ever need. Default 4; -1 sets all aside.
+	Continuation int
 	// MaxSeqLen is the longest sequence. Default and upper bound: what the model was made for.
 	MaxSeqLen int
 	// Threads is how many threads compute. Default: one a core.
@@ -63,6 +67,7 @@ func (c Config) withDefaults() (Config, error) {
 	c.BlockSize = orElse(c.BlockSize, 32)
 	c.MaxRequests = orElse(c.MaxRequests, 64)
 	c.MaxTokens = orElse(c.MaxTokens, 512)
+	c.Continuation = orElse(c.Continuation, 4)
 	c.MaxSeqLen = orElse(c.MaxSeqLen, spec.MaxPositions)
 	c.Threads = orElse(c.Threads, runtime.GOMAXPROCS(0))
 	c.Transport = orElse(c.Transport, "shm")
@@ -145,6 +150,7 @@ func (c Config) core() CoreConfig {
 	return CoreConfig{
 		Name: c.Name, Role: c.Role, MaxRequests: c.MaxRequests, MaxTokens: c.MaxTokens, MaxSeqLen: c.MaxSeqLen,
 		Vocabulary: spec.VocabSize, EOS: spec.EOS, BlockSize: c.BlockSize, Blocks: c.blocks(), Version: weightVersion,
+		Continuation: max(c.Continuation, 0),
 	}
 }
 

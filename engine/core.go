@@ -27,6 +27,7 @@ type Core struct {
 	admitting    []handoff.Admit        // imported, waiting for room in the batch
 	offers       map[uint64]wire.Result // prefill replies that wait for their export
 	capabilities uint64                 // drawn so far
+	returned     uint64                 // imports given back before they were admitted
 	actions      []Action
 }
 
@@ -43,6 +44,8 @@ type CoreConfig struct {
 	BlockSize   int    // tokens
 	Blocks      int    // of the pool
 	Version     uint64 // of the weights
+	// Continuation is SchedulerConfig's.
+	Continuation int
 
 	// The rest is for engines that hand over.
 
@@ -125,6 +128,7 @@ func NewCore(c CoreConfig) (*Core, error) {
 	core.sched = NewScheduler(SchedulerConfig{
 		MaxRequests: c.MaxRequests, MaxTokens: c.MaxTokens, MaxSeqLen: c.MaxSeqLen, Vocabulary: c.Vocabulary,
 		EOS: c.EOS, BlockSize: c.BlockSize, Blocks: c.Blocks, Version: c.Version,
+		Continuation: c.Continuation, Return: c.Role == wire.RoleDecode,
 	}, pool)
 	return core, nil
 }
@@ -157,10 +161,11 @@ func (c *Core) Plan(now time.Time) (*Plan, []Action) {
 	}
 	c.actions = nil
 	c.admit(now)
-	plan, failed := c.sched.Plan(now)
-	for i := range failed {
-		c.send(&failed[i])
+	for len(c.admitting) > 0 && c.sched.Starved() {
+		c.giveBack()
 	}
+	plan, out := c.sched.Plan(now)
+	c.publish(now, out)
 	c.passing = plan != nil
 	return plan, c.take()
 }
@@ -229,8 +234,11 @@ func (c *Core) abort(now time.Time, id uint64) {
 	c.step(now, handoff.Abort{ID: id})
 }
 
-// publish sends what a pass, an abort or an admission changed.
+// publish sends what a pass, its planning, an abort or an admission changed.
 func (c *Core) publish(now time.Time, out Outcome) {
+	for i := range out.Failed {
+		c.send(&out.Failed[i])
+	}
 	for i := range out.Final {
 		out.Final[i].Stats.Engine = c.config.Name
 	}
@@ -278,6 +286,8 @@ type Load struct {
 	Prefill   int // prompt under way
 	Admission int // imported, waiting for room in the batch
 	Decode    int
+	Short     int           // of those in decode, how many lack a KV block in the latest pass
+	Evicted   uint64        // requests that had to give up their KV, since the start
 	Handoff   handoff.Stats // zero on a colocated engine
 }
 
@@ -286,6 +296,8 @@ func (c *Core) Load() Load {
 	var l Load
 	l.Waiting, l.Prefill, l.Decode = c.sched.Loads()
 	l.Admission = len(c.admitting)
+	l.Short, l.Evicted = c.sched.Pressure()
+	l.Evicted += c.returned
 	if c.handoff != nil {
 		l.Handoff = c.handoff.Stats()
 	}

@@ -70,7 +70,11 @@ func (c *Core) startImport(now time.Time, m *wire.SubmitRequestWithKV) {
 		c.send(refused)
 		return
 	}
-	c.step(now, handoff.Import{Message: m, Version: c.config.Version, Capacity: r.capacity(), Template: c.config.Template})
+	c.step(now, handoff.Import{
+		Message: m, Version: c.config.Version, Capacity: r.capacity(),
+		Reserve:  c.sched.config.reserve(len(m.Prompt) + len(m.Generated)),
+		Template: c.config.Template,
+	})
 }
 
 // holds reports whether a request runs or waits for admission. The handoff knows those before that.
@@ -97,4 +101,17 @@ func (c *Core) admit(now time.Time) {
 		}
 		c.publish(now, out)
 	}
+}
+
+// giveBack returns the last of the imports that wait for admission, to make room for a running request.
+func (c *Core) giveBack() {
+	last := len(c.admitting) - 1
+	a := c.admitting[last]
+	c.admitting = c.admitting[:last]
+	a.Table.Close()
+	c.returned++
+	a.Stats.Engine, a.Stats.Evictions = c.config.Name, 1
+	c.send(&wire.EngineReply{Results: []wire.Result{{
+		ID: a.Message.ID, Start: len(a.Message.Generated), Finish: wire.FinishEvicted, StopToken: -1, Stats: &a.Stats,
+	}}})
 }

@@ -19,6 +19,7 @@ type Metrics struct {
 	bytes      *prometheus.CounterVec
 	transfer   *prometheus.HistogramVec
 	handoff    *prometheus.HistogramVec
+	evictions  *prometheus.CounterVec
 }
 
 // NewMetrics registers the engines' series.
@@ -34,7 +35,7 @@ func NewMetrics(reg prometheus.Registerer) *Metrics {
 		return prometheus.NewHistogramVec(prometheus.HistogramOpts{Namespace: "baton", Name: name, Help: help, Buckets: buckets}, labels)
 	}
 	m := &Metrics{
-		requests:   gauge("engine_requests", "Requests on the engine by state: waiting, prefill, exported, importing, admission, decode, quarantined.", "engine", "state"),
+		requests:   gauge("engine_requests", "Requests on the engine by state: waiting, prefill, exported, importing, admission, decode, short (of those in decode, without room for the next token), quarantined.", "engine", "state"),
 		blocks:     gauge("engine_kv_blocks", "KV blocks by state: free, cached (reusable), used.", "engine", "state"),
 		tokens:     counter("engine_tokens_total", "Tokens by kind: computed and cached prompt tokens, generated tokens.", "engine", "kind"),
 		steps:      histogram("engine_step_seconds", "Time of one forward pass with sampling.", seconds, "engine"),
@@ -45,8 +46,9 @@ func NewMetrics(reg prometheus.Registerer) *Metrics {
 		bytes:      counter("handoff_bytes_total", "Bytes of KV copied from prefill to decode engines.", "engine"),
 		transfer:   histogram("handoff_transfer_seconds", "Time of the copy of one handoff.", seconds, "engine"),
 		handoff:    histogram("handoff_seconds", "Time from the arrival of a handoff to its admission into the decode batch.", seconds, "engine"),
+		evictions:  counter("engine_evictions_total", "Times that requests, counted when they end, had to give up their KV to others.", "engine"),
 	}
-	reg.MustRegister(m.requests, m.blocks, m.tokens, m.steps, m.stepTokens, m.handoffs, m.moved, m.reused, m.bytes, m.transfer, m.handoff)
+	reg.MustRegister(m.requests, m.blocks, m.tokens, m.steps, m.stepTokens, m.handoffs, m.moved, m.reused, m.bytes, m.transfer, m.handoff, m.evictions)
 	return m
 }
 
@@ -73,7 +75,7 @@ func (m engineMetrics) results(list []wire.Result) {
 	if m.all == nil {
 		return
 	}
-	generated, cached, computed := 0, 0, 0
+	generated, cached, computed, evictions := 0, 0, 0, 0
 	for i := range list {
 		r := &list[i]
 		generated += len(r.Tokens)
@@ -81,7 +83,11 @@ func (m engineMetrics) results(list []wire.Result) {
 			cached += r.CachedTokens
 			computed += r.PromptTokens - r.CachedTokens
 		}
+		if r.Stats != nil {
+			evictions += r.Stats.Evictions
+		}
 	}
+	m.all.evictions.WithLabelValues(m.name).Add(float64(evictions))
 	for kind, n := range map[string]int{"generated": generated, "prompt_cached": cached, "prompt_computed": computed} {
 		m.all.tokens.WithLabelValues(m.name, kind).Add(float64(n))
 	}
@@ -110,7 +116,7 @@ func (m engineMetrics) gauge(c *Core) {
 	}
 	l := c.Load()
 	for state, n := range map[string]int{
-		"waiting": l.Waiting, "prefill": l.Prefill, "decode": l.Decode, "admission": l.Admission,
+		"waiting": l.Waiting, "prefill": l.Prefill, "decode": l.Decode, "short": l.Short, "admission": l.Admission,
 		"exported": l.Handoff.Exports, "importing": l.Handoff.Queued + l.Handoff.Moving, "quarantined": l.Handoff.Quarantined,
 	} {
 		m.all.requests.WithLabelValues(m.name, state).Set(float64(n))

@@ -27,6 +27,7 @@ type request struct {
 	computed  int     // tokens whose KV is written
 	reported  int     // generated tokens already sent
 	table     *kvcache.Table
+	decoding  bool // all tokens but the last one have their KV
 	inPass    bool // part of the pass under way
 	aborted   bool // to be dropped when the pass ends
 	silent    bool // and nobody is told
@@ -53,6 +54,9 @@ func (r *request) capacity() int {
 	}
 	return max(r.prompt+r.limit-1, len(r.tokens))
 }
+
+// wantsPrompt reports whether the log-probabilities of the prompt are still to be told.
+func (r *request) wantsPrompt() bool { return r.sampling.PromptLogprobs && !r.announced }
 
 // banned are the ids that may not be chosen yet.
 func (r *request) banned() []int32 {

@@ -19,14 +19,17 @@ import (
 //
 // The order is first come, first served: a request that does not fit yet holds back those behind it. The
 // one exception is a request whose prefix another one is computing right now: it steps aside until the
-// prefix can be reused.
+// prefix can be reused. When running requests need more KV blocks than there are, the later ones wait
+// (they are short), and give up their blocks if the first cannot go on otherwise (they are evicted).
 type Scheduler struct {
 	config   SchedulerConfig
 	pool     *kvcache.Pool
 	requests map[uint64]*request
-	waiting  []*request // not begun
+	waiting  []*request // not begun, or evicted
 	prompts  []*request // begun, prompt not through the model yet; all but the last complete this pass
-	running  []*request // one token a pass
+	running  []*request // one token a pass, in the order in which they began
+	short    int        // of those, how many lack a block in the latest pass
+	evicted  uint64     // since the start
 	paused   bool
 }
 
@@ -40,6 +43,13 @@ type SchedulerConfig struct {
 	BlockSize   int
 	Blocks      int
 	Version     uint64 // of the weights
+	// Continuation is how many blocks are set aside for a request's new tokens when it begins; those beyond
+	// are taken as they are needed, so it may have to wait for them or be evicted. 0: all that it can ever
+	// need.
+	Continuation int
+	// Return gives evicted requests back (FinishEvicted) instead of computing their prompts again, for
+	// engines that only decode.
+	Return bool
 }
 
 // Output is what was sampled or measured at one wanted row.
@@ -69,12 +79,13 @@ type part struct {
 	from, to int
 }
 
-// Outcome is what a pass, an abort or a failure changed.
+// Outcome is what a pass, its planning or an abort changed.
 type Outcome struct {
 	Partial []wire.Result
 	Final   []wire.Result
 	Exports []Prefilled
 	Aborted []uint64
+	Failed  []wire.RequestError // turned out to be impossible
 }
 
 // Prefilled is a request whose prompt is computed and whose first token is sampled: its table goes to
@@ -140,7 +151,7 @@ func (s *Scheduler) Admit(now time.Time, in Import) (Outcome, *wire.RequestError
 	r.tokens = append(r.tokens, sub.Generated...)
 	r.computed, r.reported = len(r.tokens)-1, len(sub.Generated)
 	r.table, r.stats, r.announced = in.Table, in.Stats, true
-	r.started, r.first = now, now
+	r.started, r.first, r.decoding = now, now, true
 	s.requests[r.id] = r
 	if r.generated() >= r.limit {
 		return Outcome{Final: []wire.Result{s.finish(now, r, wire.FinishLength)}}, nil
@@ -187,22 +198,28 @@ func (s *Scheduler) Loads() (waiting, prefilling, running int) {
 	return len(s.waiting), len(s.prompts), len(s.running)
 }
 
+// Pressure tells how many running requests lack a KV block now, and how often one was evicted so far.
+func (s *Scheduler) Pressure() (short int, evicted uint64) { return s.short, s.evicted }
+
 // Idle reports whether there is nothing to plan.
 func (s *Scheduler) Idle() bool { return len(s.requests) == 0 }
 
 // Has reports whether the scheduler holds a request.
 func (s *Scheduler) Has(id uint64) bool { return s.requests[id] != nil }
 
-// Plan chooses the next pass, or returns nil when nothing can run. Every running request gets one row;
-// what is left of the token budget goes to prompts. The second result holds requests that turned out to
-// be impossible.
-func (s *Scheduler) Plan(now time.Time) (*Plan, []wire.RequestError) {
+// Plan chooses the next pass, or returns nil when nothing can run. Every running request that has room
+// gets one row; what is left of the token budget goes to prompts.
+func (s *Scheduler) Plan(now time.Time) (*Plan, Outcome) {
+	var out Outcome
 	if s.paused {
-		return nil, nil
+		return nil, out
 	}
 	s.pool.Tick()
+	if s.Starved() {
+		s.evict(now, &out)
+	}
 	b := builder{scheduler: s, plan: &Plan{}, budget: s.config.MaxTokens}
-	for _, r := range s.running {
+	for _, r := range s.grow() {
 		b.add(r, len(r.tokens))
 	}
 	for _, r := range s.prompts {
@@ -212,10 +229,11 @@ func (s *Scheduler) Plan(now time.Time) (*Plan, []wire.RequestError) {
 	for _, e := range b.failed {
 		s.drop(s.requests[e.ID])
 	}
+	out.Failed = b.failed
 	if len(b.plan.parts) == 0 {
-		return nil, b.failed
+		return nil, out
 	}
-	return b.plan, b.failed
+	return b.plan, out
 }
 
 // begin takes waiting requests into the pass, in order, as far as budget, batch and KV allow.
@@ -228,7 +246,7 @@ func (s *Scheduler) begin(now time.Time, b *builder) {
 		}
 		table, err := s.pool.Open(kvcache.OpenRequest{
 			Version: r.version, Root: r.root, Prompt: r.tokens, Digests: r.digests, Capacity: r.capacity(),
-			NoMatch: r.sampling.PromptLogprobs, Owner: r.id,
+			Reserve: s.config.reserve(len(r.tokens)), NoMatch: r.wantsPrompt(), Owner: r.id,
 		})
 		if errors.Is(err, kvcache.ErrPending) {
 			held = append(held, r)
@@ -242,9 +260,11 @@ func (s *Scheduler) begin(now time.Time, b *builder) {
 			b.fail(r, wire.CodeInvalid, err)
 			continue
 		}
-		r.table, r.started = table, now
-		r.computed, r.cached = table.Cached(), table.Cached()
-		r.stats.Queue = now.Sub(r.arrived).Seconds()
+		r.table, r.computed = table, table.Cached()
+		if r.started.IsZero() {
+			r.started, r.cached = now, table.Cached()
+			r.stats.Queue = now.Sub(r.arrived).Seconds()
+		}
 		s.prompts = append(s.prompts, r)
 		b.add(r, min(len(r.tokens), r.computed+b.budget))
 	}
@@ -281,7 +301,7 @@ func (b *builder) add(r *request, to int) {
 		switch {
 		case i == len(r.tokens)-1:
 			b.want(r, row+i-from, -1)
-		case i < r.prompt-1 && r.sampling.PromptLogprobs:
+		case i < r.prompt-1 && r.wantsPrompt():
 			b.want(r, row+i-from, r.tokens[i+1])
 		}
 	}
@@ -308,6 +328,9 @@ func (s *Scheduler) Apply(now time.Time, p *Plan, outputs []Output) Outcome {
 		r.inPass = false
 		r.table.Commit(r.tokens[part.from:part.to])
 		r.computed = part.to
+		if !r.decoding {
+			r.stats.PromptComputed += part.to - part.from
+		}
 		finish, sampled := "", false
 		for next < len(p.Rows) && p.Rows[next].request == r {
 			if p.Rows[next].Target >= 0 {
@@ -329,18 +352,16 @@ func (s *Scheduler) Apply(now time.Time, p *Plan, outputs []Output) Outcome {
 			s.advance(now, r, finish, &out)
 		}
 	}
-	s.prompts = keep(s.prompts, func(r *request) bool { return r.first.IsZero() && s.requests[r.id] == r })
+	s.prompts = keep(s.prompts, func(r *request) bool { return !r.decoding && s.requests[r.id] == r })
 	s.running = keep(s.running, func(r *request) bool { return s.requests[r.id] == r })
 	return out
 }
 
 // advance moves a request on after a token was sampled for it.
 func (s *Scheduler) advance(now time.Time, r *request, finish string, out *Outcome) {
-	first := r.first.IsZero()
-	if first {
+	if r.first.IsZero() {
 		r.first = now
 		r.stats.Prefill = now.Sub(r.started).Seconds()
-		r.stats.PromptComputed = r.computed - r.cached
 	}
 	switch {
 	case finish != "":
@@ -353,7 +374,8 @@ func (s *Scheduler) advance(now time.Time, r *request, finish string, out *Outco
 		delete(s.requests, r.id)
 	default:
 		out.Partial = append(out.Partial, r.report(""))
-		if first {
+		if !r.decoding {
+			r.decoding = true
 			s.running = append(s.running, r)
 		}
 	}

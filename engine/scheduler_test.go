@@ -110,12 +110,13 @@ func (h *harness) submit(sub wire.SubmitRequest) {
 // step runs one pass and reports whether there was one.
 func (h *harness) step() bool {
 	h.t.Helper()
-	plan, failed := h.Plan(h.now)
-	for _, e := range failed {
+	plan, out := h.Plan(h.now)
+	for _, e := range out.Failed {
 		h.t.Fatalf("request %d failed: %s", e.ID, e.Message)
 	}
+	h.collect(out)
 	if plan == nil {
-		return false
+		return len(out.Final) > 0
 	}
 	if n := len(plan.Batch.Tokens); n > h.config.MaxTokens {
 		h.t.Fatalf("a pass of %d tokens, at most %d", n, h.config.MaxTokens)
@@ -360,9 +361,10 @@ func TestRandomLoads(t *testing.T) {
 					wants[id] = want{prompt, toyRun(prompt, n)}
 					id++
 				}
-				plan, _ := h.Plan(h.now)
+				plan, out := h.Plan(h.now)
+				h.collect(out)
 				if rng.IntN(10) == 0 {
-					out, _ := h.Abort(1 + uint64(rng.IntN(40)))
+					out, _ = h.Abort(1 + uint64(rng.IntN(40)))
 					h.collect(out)
 				}
 				if plan != nil {
