@@ -300,12 +300,9 @@ func (c *Core) abort(r *request) {
 	if r.in != nil {
 		r.in.remove(r)
 	}
-	freed := r.source != nil
 	c.unsource(r)
 	c.finish(r, "")
-	if freed {
-		c.dispatch()
-	}
+	c.dispatch() // those behind it may fit where it did not
 }
 
 // aborted takes an engine's confirmation of an abort.
