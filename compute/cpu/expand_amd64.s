@@ -13,7 +13,6 @@ TEXT ·expandF32AVX2(SB), NOSPLIT, $0-48
 	MOVQ  srcStride+24(FP), BX
 	MOVQ  rows+32(FP), SI
 	MOVQ  n+40(FP), DI
-	SHRQ  $0x03, DI
 	MOVQ  SI, R11
 	IMULQ BX, R11
 	TESTQ SI, SI
@@ -23,19 +22,42 @@ row:
 	MOVQ  AX, R8
 	MOVQ  DX, R9
 	MOVQ  DI, R10
+	SHRQ  $0x05, R10
 	TESTQ R10, R10
-	JZ    step_end
+	JZ    steps_end
 
-step:
+steps:
+	PREFETCHT0 (R9)(R11*1)
+	VMOVUPS    (R9), Y0
+	VMOVUPS    Y0, (R8)
+	VMOVUPS    32(R9), Y0
+	VMOVUPS    Y0, 32(R8)
+	VMOVUPS    64(R9), Y0
+	VMOVUPS    Y0, 64(R8)
+	VMOVUPS    96(R9), Y0
+	VMOVUPS    Y0, 96(R8)
+	ADDQ       $0x00000080, R9
+	ADDQ       $0x00000080, R8
+	DECQ       R10
+	JNZ        steps
+
+steps_end:
+	MOVQ  DI, R10
+	ANDQ  $0x1f, R10
+	SHRQ  $0x03, R10
+	TESTQ R10, R10
+	JZ    rest_end
+
+rest:
 	PREFETCHT0 (R9)(R11*1)
 	VMOVUPS    (R9), Y0
 	VMOVUPS    Y0, (R8)
 	ADDQ       $0x20, R9
 	ADDQ       $0x20, R8
 	DECQ       R10
-	JNZ        step
+	JNZ        rest
 
-step_end:
+rest_end:
 	ADDQ CX, AX
 	ADDQ BX, DX
 	DECQ SI
@@ -54,7 +76,6 @@ TEXT ·expandF16AVX2(SB), NOSPLIT, $0-48
 	MOVQ  srcStride+24(FP), BX
 	MOVQ  rows+32(FP), SI
 	MOVQ  n+40(FP), DI
-	SHRQ  $0x03, DI
 	MOVQ  SI, R11
 	IMULQ BX, R11
 	TESTQ SI, SI
@@ -64,19 +85,42 @@ row:
 	MOVQ  AX, R8
 	MOVQ  DX, R9
 	MOVQ  DI, R10
+	SHRQ  $0x05, R10
 	TESTQ R10, R10
-	JZ    step_end
+	JZ    steps_end
 
-step:
+steps:
+	PREFETCHT0 (R9)(R11*1)
+	VCVTPH2PS  (R9), Y0
+	VMOVUPS    Y0, (R8)
+	VCVTPH2PS  16(R9), Y0
+	VMOVUPS    Y0, 32(R8)
+	VCVTPH2PS  32(R9), Y0
+	VMOVUPS    Y0, 64(R8)
+	VCVTPH2PS  48(R9), Y0
+	VMOVUPS    Y0, 96(R8)
+	ADDQ       $0x40, R9
+	ADDQ       $0x00000080, R8
+	DECQ       R10
+	JNZ        steps
+
+steps_end:
+	MOVQ  DI, R10
+	ANDQ  $0x1f, R10
+	SHRQ  $0x03, R10
+	TESTQ R10, R10
+	JZ    rest_end
+
+rest:
 	PREFETCHT0 (R9)(R11*1)
 	VCVTPH2PS  (R9), Y0
 	VMOVUPS    Y0, (R8)
 	ADDQ       $0x10, R9
 	ADDQ       $0x20, R8
 	DECQ       R10
-	JNZ        step
+	JNZ        rest
 
-step_end:
+rest_end:
 	ADDQ CX, AX
 	ADDQ BX, DX
 	DECQ SI
@@ -95,7 +139,6 @@ TEXT ·expandBF16AVX2(SB), NOSPLIT, $0-48
 	MOVQ  srcStride+24(FP), BX
 	MOVQ  rows+32(FP), SI
 	MOVQ  n+40(FP), DI
-	SHRQ  $0x03, DI
 	MOVQ  SI, R11
 	IMULQ BX, R11
 	TESTQ SI, SI
@@ -105,10 +148,37 @@ row:
 	MOVQ  AX, R8
 	MOVQ  DX, R9
 	MOVQ  DI, R10
+	SHRQ  $0x05, R10
 	TESTQ R10, R10
-	JZ    step_end
+	JZ    steps_end
 
-step:
+steps:
+	PREFETCHT0 (R9)(R11*1)
+	VPMOVZXWD  (R9), Y0
+	VPSLLD     $0x10, Y0, Y0
+	VMOVUPS    Y0, (R8)
+	VPMOVZXWD  16(R9), Y0
+	VPSLLD     $0x10, Y0, Y0
+	VMOVUPS    Y0, 32(R8)
+	VPMOVZXWD  32(R9), Y0
+	VPSLLD     $0x10, Y0, Y0
+	VMOVUPS    Y0, 64(R8)
+	VPMOVZXWD  48(R9), Y0
+	VPSLLD     $0x10, Y0, Y0
+	VMOVUPS    Y0, 96(R8)
+	ADDQ       $0x40, R9
+	ADDQ       $0x00000080, R8
+	DECQ       R10
+	JNZ        steps
+
+steps_end:
+	MOVQ  DI, R10
+	ANDQ  $0x1f, R10
+	SHRQ  $0x03, R10
+	TESTQ R10, R10
+	JZ    rest_end
+
+rest:
 	PREFETCHT0 (R9)(R11*1)
 	VPMOVZXWD  (R9), Y0
 	VPSLLD     $0x10, Y0, Y0
@@ -116,9 +186,9 @@ step:
 	ADDQ       $0x10, R9
 	ADDQ       $0x20, R8
 	DECQ       R10
-	JNZ        step
+	JNZ        rest
 
-step_end:
+rest_end:
 	ADDQ CX, AX
 	ADDQ BX, DX
 	DECQ SI
@@ -137,7 +207,6 @@ TEXT ·expandQ8_0AVX2(SB), NOSPLIT, $0-48
 	MOVQ  srcStride+24(FP), BX
 	MOVQ  rows+32(FP), SI
 	MOVQ  n+40(FP), DI
-	SHRQ  $0x05, DI
 	MOVQ  SI, R11
 	IMULQ BX, R11
 	TESTQ SI, SI
@@ -147,10 +216,11 @@ row:
 	MOVQ  AX, R8
 	MOVQ  DX, R9
 	MOVQ  DI, R10
+	SHRQ  $0x05, R10
 	TESTQ R10, R10
-	JZ    step_end
+	JZ    steps_end
 
-step:
+steps:
 	PREFETCHT0   (R9)(R11*1)
 	VPBROADCASTW (R9), X0
 	VCVTPH2PS    X0, Y0
@@ -173,9 +243,9 @@ step:
 	ADDQ         $0x22, R9
 	ADDQ         $0x00000080, R8
 	DECQ         R10
-	JNZ          step
+	JNZ          steps
 
-step_end:
+steps_end:
 	ADDQ CX, AX
 	ADDQ BX, DX
 	DECQ SI
@@ -194,7 +264,6 @@ TEXT ·expandQ4_0AVX2(SB), NOSPLIT, $0-48
 	MOVQ  srcStride+24(FP), BX
 	MOVQ  rows+32(FP), SI
 	MOVQ  n+40(FP), DI
-	SHRQ  $0x05, DI
 	MOVQ  SI, R11
 	IMULQ BX, R11
 	TESTQ SI, SI
@@ -204,10 +273,11 @@ row:
 	MOVQ  AX, R8
 	MOVQ  DX, R9
 	MOVQ  DI, R10
+	SHRQ  $0x05, R10
 	TESTQ R10, R10
-	JZ    step_end
+	JZ    steps_end
 
-step:
+steps:
 	PREFETCHT0   (R9)(R11*1)
 	VPBROADCASTW (R9), X0
 	VCVTPH2PS    X0, Y0
@@ -236,9 +306,9 @@ step:
 	ADDQ         $0x12, R9
 	ADDQ         $0x00000080, R8
 	DECQ         R10
-	JNZ          step
+	JNZ          steps
 
-step_end:
+steps_end:
 	ADDQ CX, AX
 	ADDQ BX, DX
 	DECQ SI
@@ -277,7 +347,6 @@ TEXT ·expandQ4_1AVX2(SB), NOSPLIT, $0-48
 	MOVQ  srcStride+24(FP), BX
 	MOVQ  rows+32(FP), SI
 	MOVQ  n+40(FP), DI
-	SHRQ  $0x05, DI
 	MOVQ  SI, R11
 	IMULQ BX, R11
 	TESTQ SI, SI
@@ -287,10 +356,11 @@ row:
 	MOVQ  AX, R8
 	MOVQ  DX, R9
 	MOVQ  DI, R10
+	SHRQ  $0x05, R10
 	TESTQ R10, R10
-	JZ    step_end
+	JZ    steps_end
 
-step:
+steps:
 	PREFETCHT0   (R9)(R11*1)
 	VPBROADCASTW (R9), X0
 	VCVTPH2PS    X0, Y0
@@ -317,9 +387,9 @@ step:
 	ADDQ         $0x14, R9
 	ADDQ         $0x00000080, R8
 	DECQ         R10
-	JNZ          step
+	JNZ          steps
 
-step_end:
+steps_end:
 	ADDQ CX, AX
 	ADDQ BX, DX
 	DECQ SI
@@ -338,7 +408,6 @@ TEXT ·expandQ5_0AVX2(SB), NOSPLIT, $0-48
 	MOVQ  srcStride+24(FP), BX
 	MOVQ  rows+32(FP), SI
 	MOVQ  n+40(FP), DI
-	SHRQ  $0x05, DI
 	MOVQ  SI, R11
 	IMULQ BX, R11
 	TESTQ SI, SI
@@ -348,10 +417,11 @@ row:
 	MOVQ  AX, R8
 	MOVQ  DX, R9
 	MOVQ  DI, R10
+	SHRQ  $0x05, R10
 	TESTQ R10, R10
-	JZ    step_end
+	JZ    steps_end
 
-step:
+steps:
 	PREFETCHT0   (R9)(R11*1)
 	VPBROADCASTW (R9), X0
 	VCVTPH2PS    X0, Y0
@@ -394,9 +464,9 @@ step:
 	ADDQ         $0x16, R9
 	ADDQ         $0x00000080, R8
 	DECQ         R10
-	JNZ          step
+	JNZ          steps
 
-step_end:
+steps_end:
 	ADDQ CX, AX
 	ADDQ BX, DX
 	DECQ SI
@@ -465,7 +535,6 @@ TEXT ·expandQ5_1AVX2(SB), NOSPLIT, $0-48
 	MOVQ  srcStride+24(FP), BX
 	MOVQ  rows+32(FP), SI
 	MOVQ  n+40(FP), DI
-	SHRQ  $0x05, DI
 	MOVQ  SI, R11
 	IMULQ BX, R11
 	TESTQ SI, SI
@@ -475,10 +544,11 @@ row:
 	MOVQ  AX, R8
 	MOVQ  DX, R9
 	MOVQ  DI, R10
+	SHRQ  $0x05, R10
 	TESTQ R10, R10
-	JZ    step_end
+	JZ    steps_end
 
-step:
+steps:
 	PREFETCHT0   (R9)(R11*1)
 	VPBROADCASTW (R9), X0
 	VCVTPH2PS    X0, Y0
@@ -519,9 +589,9 @@ step:
 	ADDQ         $0x18, R9
 	ADDQ         $0x00000080, R8
 	DECQ         R10
-	JNZ          step
+	JNZ          steps
 
-step_end:
+steps_end:
 	ADDQ CX, AX
 	ADDQ BX, DX
 	DECQ SI

@@ -228,10 +228,10 @@ func (t *matmulTask) block(w *scratch, from, to, first, inputs int) {
 }
 
 // expand makes columns [k, k+length) of weight rows [from, to) available as f32 and returns where the
-// first one is and how far rows are apart. Whole f32 tiles stay where they are.
+// first one is and how far rows are apart. Whole f32 tiles stay where they are, if they are aligned.
 func (t *matmulTask) expand(w *scratch, from, to, k, length int) (rows *float32, stride int) {
-	if t.w.dtype == tensor.F32 && (to-from)%tileRows == 0 {
-		return (*float32)(unsafe.Add(unsafe.Pointer(t.w.row(from)), 4*k)), t.w.rowBytes
+	if first := unsafe.Pointer(t.w.row(from)); t.w.dtype == tensor.F32 && (to-from)%tileRows == 0 && uintptr(first)%4 == 0 {
+		return (*float32)(unsafe.Add(first, 4*k)), t.w.rowBytes
 	}
 	unit := t.w.dtype.BlockElements()
 	start := k / unit * unit

@@ -181,3 +181,23 @@ func TestQuantisedEqualsExpanded(t *testing.T) {
 		}
 	}
 }
+
+// TestUnalignedWeights multiplies with matrices that start at an odd address, as a file may have them.
+func TestUnalignedWeights(t *testing.T) {
+	const inner, outer, inputs = 64, 12, 3
+	for _, o := range setups {
+		b := open(t, o)
+		x := put(t, b, random(1, inputs*inner), inner)
+		for _, d := range weightTypes {
+			even, _ := quantised(t, d, random(2, outer*inner), outer, inner)
+			odd := even
+			odd.Data = append(make([]byte, 1, 1+len(even.Data)), even.Data...)[1:]
+			got, want := blank(t, b, inputs, outer, outer), blank(t, b, inputs, outer, outer)
+			for _, rows := range []int{1, inputs} {
+				b.MatMul(got.Slice(0, rows), x.Slice(0, rows), load(t, b, odd), compute.Linear{})
+				b.MatMul(want.Slice(0, rows), x.Slice(0, rows), load(t, b, even), compute.Linear{})
+				sameBits(t, fmt.Sprint(d, " ", o), get(t, b, got), get(t, b, want))
+			}
+		}
+	}
+}

@@ -135,23 +135,33 @@ func expands() {
 			fmt.Sprintf("expand%sAVX2 is kernels.expand for n divisible by %d.", t.name, t.elements))
 		dst, dstStride, src, srcStride, rows, n := param("dst"), param("dstStride"), param("src"), param("srcStride"), param("rows"), param("n")
 		d, s, left := GP64(), GP64(), GP64()
-		SHRQ(imm(bits.Len(uint(t.elements))-1), n)
 		ahead := GP64() // to the same place of the rows that come next
 		MOVQ(rows, ahead)
 		IMULQ(srcStride, ahead)
+		steps := func(label string, elements int) {
+			SHRQ(imm(bits.Len(uint(elements))-1), left)
+			count(label, left, func() {
+				PREFETCHT0(Mem{Base: s, Index: ahead, Scale: 1})
+				for step := range elements / t.elements {
+					convert := t.begin(Mem{Base: s, Disp: step * t.bytes})
+					for i := range t.elements / 8 {
+						VMOVUPS(convert(i), Mem{Base: d, Disp: 4*step*t.elements + 32*i})
+					}
+				}
+				ADDQ(imm(elements/t.elements*t.bytes), s)
+				ADDQ(imm(4*elements), d)
+			})
+		}
 		count("row", rows, func() {
 			MOVQ(dst, d)
 			MOVQ(src, s)
 			MOVQ(n, left)
-			count("step", left, func() {
-				PREFETCHT0(Mem{Base: s, Index: ahead, Scale: 1})
-				convert := t.begin(Mem{Base: s})
-				for i := range t.elements / 8 {
-					VMOVUPS(convert(i), Mem{Base: d, Disp: 32 * i})
-				}
-				ADDQ(imm(t.bytes), s)
-				ADDQ(imm(4*t.elements), d)
-			})
+			steps("steps", 32)
+			if t.elements < 32 {
+				MOVQ(n, left)
+				ANDQ(Imm(31), left)
+				steps("rest", t.elements)
+			}
 			ADDQ(dstStride, dst)
 			ADDQ(srcStride, src)
 		})
