@@ -41,10 +41,17 @@ type attempt struct {
 	first   bool // the first result came
 
 	// What the coordinator did with it.
-	coord      *coordinatorLife
-	owner      *life
-	coordID    uint64
-	dispatched int
+	coord  *coordinatorLife
+	owner  *life
+	legs   []leg
+	deaths int  // of engines while they owned it
+	choosy bool // it failed somewhere, and would rather go elsewhere
+}
+
+// leg is what an attempt is on one engine, and by which number that engine knows it.
+type leg struct {
+	life *life
+	id   uint64
 }
 
 func (a *attempt) String() string {
@@ -53,6 +60,16 @@ func (a *attempt) String() string {
 
 // leaving reports whether the attempt may already be out of the coordinator's queues.
 func (a *attempt) leaving() bool { return a.aborted || !a.link.coordOpen }
+
+// named finds the attempt that a client knows under a number.
+func (w *world) named(client string, id uint64) *attempt {
+	for _, a := range w.attempts {
+		if a.id == id && a.client.name == client {
+			return a
+		}
+	}
+	return nil
+}
 
 // asked finds the attempt that came over a connection under a number.
 func (w *world) asked(k *link, id uint64) *attempt {
@@ -215,7 +232,7 @@ func (c *client) receive(m wire.Message) {
 			return
 		}
 		c.w.counts.Failed++
-		if !m.Retryable || !c.w.disturbed && !a.aborted {
+		if !c.w.disturbed && !a.aborted || m.Code == wire.CodeInvalid || m.Code == wire.CodeInternal {
 			c.w.fail("%v failed: %+v", a, m)
 			return
 		}

@@ -19,17 +19,34 @@ type coordinatorLife struct {
 
 	// What the simulator knows of the two queues: attempts that arrived and were not dispatched.
 	entry, handoffs []*attempt
+	overtaken       []overtaking // in this step
+
+	ready   bool
+	unready int64 // since when it is not
 }
 
-// wait is how long requests wait for an engine that is not there.
-const wait = 150 * time.Millisecond
+// overtaking is a dispatch past somebody who, as far as the simulator knows, could have gone instead.
+type overtaking struct {
+	later, earlier *attempt
+	to             *life
+}
+
+// What the coordinator is told to bear: how long requests wait for an engine that is not there, how many
+// failures and deaths in a row end one, how long a reader of a dead source may take to say what it has.
+const (
+	wait    = 150 * time.Millisecond
+	bears   = 3
+	verdict = 100 * time.Millisecond
+)
 
 func (w *world) startCoordinator() error {
 	policy, err := route.ByName(w.script.Fleet.Policy)
 	if err != nil {
 		return err
 	}
-	core, err := coordinator.New(coordinator.Config{Incarnation: w.rng.Uint64() | 1, Policy: policy, IndexEntries: 64, Wait: wait})
+	core, err := coordinator.New(coordinator.Config{
+		Incarnation: w.rng.Uint64() | 1, Policy: policy, IndexEntries: 64, Wait: wait, Attempts: bears, Verdict: verdict,
+	})
 	if err != nil {
 		return err
 	}
@@ -64,6 +81,14 @@ func (c *coordinatorLife) disconnected(k *link) {
 			c.leave(a)
 		}
 	}
+	if k.life != nil {
+		for _, a := range c.w.attempts {
+			if a.owner == k.life {
+				a.deaths++
+				c.leave(a)
+			}
+		}
+	}
 	if !c.dead {
 		c.w.log("coordinator: the connection of %v ended", k.peer)
 		c.step(k, coordinator.Event{Peer: k.id})
@@ -96,12 +121,30 @@ func (c *coordinatorLife) step(k *link, ev coordinator.Event) {
 			if to := c.links[a.Peer]; to != nil {
 				to.coordCloses()
 			}
+		case coordinator.End:
+			c.ended(a.Summary)
 		case coordinator.Warn:
 			c.w.log("coordinator: %s", a.Text)
 		}
 	}
-	c.checkQueues()
+	c.checkQueues(c.core.Status())
 	c.arm()
+}
+
+// ended checks that a request which failed could not have been saved.
+func (c *coordinatorLife) ended(s *coordinator.Summary) {
+	a := c.w.named(s.Client, s.ClientID)
+	c.leave(a)
+	switch s.Outcome {
+	case wire.FinishAbort, wire.FinishLength, wire.FinishStop:
+		return
+	}
+	lacking := !c.ready && c.w.now-c.unready >= int64(wait)
+	broken := s.Failures >= bears && c.w.counts.BrokenTransfers >= bears
+	killed := s.Outcome == wire.CodeEngineLost && a.deaths >= bears
+	if !a.aborted && !lacking && !broken && !killed {
+		c.w.fail("%v failed, though there was a way on: %+v", a, s)
+	}
 }
 
 // arm wakes the core when it wants to hear of the time.
@@ -128,21 +171,33 @@ func (c *coordinatorLife) arrived(k *link, m wire.Message) {
 	switch m := m.(type) {
 	case *wire.SubmitRequest:
 		if a := c.w.attempt(m.Sampling.Seed); !slices.Contains(c.entry, a) {
-			a.coord, a.owner, a.coordID, a.dispatched = c, nil, 0, 0
+			a.coord, a.owner, a.legs, a.deaths, a.choosy = c, nil, nil, 0, false
 			c.entry = append(c.entry, a)
 		}
 	case *wire.EngineReply:
 		for i := range m.Results {
-			if m.Results[i].Export == nil {
-				continue
+			if a := c.on(k.life, m.Results[i].ID); a != nil && m.Results[i].Export != nil && a.link.coordOpen {
+				c.handoffs = append(c.handoffs, a)
 			}
-			for _, a := range c.w.attempts {
-				if a.owner == k.life && a.coordID == m.Results[i].ID && a.coord == c && a.link.coordOpen {
-					c.handoffs = append(c.handoffs, a)
-				}
+		}
+	case *wire.RequestError:
+		for _, a := range c.w.attempts {
+			if a.coord == c && slices.Contains(a.legs, leg{k.life, m.ID}) {
+				a.choosy = true
+				c.leave(a)
 			}
 		}
 	}
+}
+
+// on finds the attempt whose latest leg an engine knows under a number.
+func (c *coordinatorLife) on(l *life, id uint64) *attempt {
+	for _, a := range c.w.attempts {
+		if a.coord == c && len(a.legs) > 0 && a.legs[len(a.legs)-1] == (leg{l, id}) {
+			return a
+		}
+	}
+	return nil
 }
 
 // sends checks what the coordinator is about to tell somebody because of a message from an engine.
@@ -166,17 +221,19 @@ func (c *coordinatorLife) sends(from *life, to *link, m wire.Message) {
 // dispatch checks that an attempt overtakes nobody who could have gone to the same engine.
 func (c *coordinatorLife) dispatch(queue *[]*attempt, number, id uint64, to *life) {
 	a := c.w.attempt(number)
+	if queue == &c.entry {
+		c.handoffs = slices.DeleteFunc(c.handoffs, func(x *attempt) bool { return x == a }) // its KV is lost
+	}
 	i := slices.Index(*queue, a)
 	for _, earlier := range (*queue)[:max(i, 0)] {
-		if c.need(earlier, to) <= c.need(a, to) {
-			c.w.fail("%v was sent to %v while %v, which came earlier and needs no more blocks, waits", a, to, earlier)
+		if !earlier.choosy && c.need(earlier, to) <= c.need(a, to) {
+			c.overtaken = append(c.overtaken, overtaking{a, earlier, to})
 		}
 	}
 	if i >= 0 {
 		*queue = slices.Delete(*queue, i, i+1)
 	}
-	a.owner, a.coordID = to, id
-	a.dispatched++
+	a.owner, a.legs = to, append(a.legs, leg{to, id})
 }
 
 // need is the number of blocks to reserve for an attempt on an engine.
@@ -220,11 +277,16 @@ func (c *coordinatorLife) leave(a *attempt) {
 }
 
 // checkQueues makes sure that nobody waits who could run, and that no engine was promised more than it has.
-func (c *coordinatorLife) checkQueues() {
+func (c *coordinatorLife) checkQueues(s *wire.StatusReply) {
+	if c.ready && !s.Ready {
+		c.unready = c.w.now
+	}
+	c.ready = s.Ready
+	overtaken := c.overtaken
+	c.overtaken = nil
 	if len(c.entry)+len(c.handoffs) == 0 {
 		return
 	}
-	s := c.core.Status()
 	for i := range s.Engines {
 		e := &s.Engines[i]
 		if e.RequestsInUse > e.Requests || e.BlocksReserved > e.Blocks {
@@ -232,21 +294,33 @@ func (c *coordinatorLife) checkQueues() {
 				e.Name, e.RequestsInUse, e.BlocksReserved, e.Requests, e.Blocks)
 		}
 	}
-	if !s.Ready {
-		return
+	for _, q := range s.Queues {
+		queue := c.entry
+		if q.Role == wire.RoleDecode {
+			queue = c.handoffs
+		}
+		if q.Length != len(queue) {
+			continue // a request came back, or went from one queue to the other
+		}
+		for _, x := range overtaken {
+			if x.to.role == q.Role && slices.Contains(queue, x.earlier) {
+				c.w.fail("%v was sent to %v while %v, which came earlier and needs no more blocks, waits", x.later, x.to, x.earlier)
+			}
+		}
+		if s.Ready {
+			c.checkHead(s, queue, q.Role)
+		}
 	}
-	c.checkHead(s, c.entry, wire.RolePrefill, wire.RoleBoth)
-	c.checkHead(s, c.handoffs, wire.RoleDecode, "")
 }
 
 // checkHead makes sure that the first of a queue could not start now.
-func (c *coordinatorLife) checkHead(s *wire.StatusReply, queue []*attempt, roles ...string) {
-	if len(queue) == 0 || queue[0].leaving() {
+func (c *coordinatorLife) checkHead(s *wire.StatusReply, queue []*attempt, role string) {
+	if len(queue) == 0 || queue[0].leaving() || queue[0].choosy {
 		return
 	}
 	for i := range s.Engines {
 		e := &s.Engines[i]
-		if e.Draining || !slices.Contains(roles, e.Role) {
+		if e.Draining || e.Role != role {
 			continue
 		}
 		l := c.w.seat(e.Name).life
