@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 	"golang.org/x/sync/errgroup"
 
@@ -114,7 +115,9 @@ func runEngines(ctx context.Context, list []*engine.Engine, dial engine.Dialer) 
 
 // newRegistry is a registry with the process's own series.
 func newRegistry() *prometheus.Registry {
-	return prometheus.NewRegistry()
+	r := prometheus.NewRegistry()
+	r.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	return r
 }
 
 // serveMetrics answers /metrics and /health on addr until ctx ends. An empty addr serves nothing.

@@ -1,0 +1,148 @@
+//go:build unix
+
+package chaos
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"slices"
+	"strings"
+	"time"
+
+	"baton/internal/rig"
+	"baton/wire"
+)
+
+// holdings are what a process holds when no request runs.
+type holdings struct {
+	rig.Resources
+	goroutines int
+}
+
+// once is a client whose connections end with their request, so that looking changes nothing.
+var once = &http.Client{Transport: &http.Transport{DisableKeepAlives: true}, Timeout: 10 * time.Second}
+
+// held are the gauges that are zero in a fleet without requests, by who has them.
+var held = map[string][][]string{
+	"engine":      {{"baton_engine_kv_blocks", `state="used"`}, {"baton_engine_requests"}},
+	"coordinator": {{"baton_coordinator_requests"}, {"baton_coordinator_engine_requests"}, {"baton_coordinator_engine_blocks_reserved"}, {"baton_coordinator_queue_length"}},
+	"frontend":    {{"baton_http_requests_in_flight"}},
+}
+
+// process is one of the fleet's, for a look at it.
+type process struct {
+	name, what, url string
+	*rig.Process
+}
+
+func (d *drill) processes() []process {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	list := []process{
+		{"coordinator", "coordinator", d.hub.Metrics, d.hub.Process},
+		{"frontend", "frontend", d.frontend.URL, d.frontend.Process},
+	}
+	for _, m := range d.members {
+		list = append(list, process{m.name, "engine", m.life.Metrics, m.life.Process})
+	}
+	return list
+}
+
+// rest waits until no process holds anything for a request, and returns what each holds otherwise. What is
+// still held after a while is a problem.
+func (d *drill) rest(ctx context.Context) map[string]holdings {
+	d.http.CloseIdleConnections()
+	var left []string
+	for deadline := time.Now().Add(15 * time.Second); time.Now().Before(deadline) && ctx.Err() == nil; pause(ctx, 50*time.Millisecond) {
+		var found map[string]holdings
+		if found, left = d.look(ctx); len(left) == 0 {
+			return found
+		}
+	}
+	d.problem("without requests, there is still held: %s", strings.Join(left, "; "))
+	return nil
+}
+
+// look asks every process what it holds.
+func (d *drill) look(ctx context.Context) (found map[string]holdings, left []string) {
+	found = make(map[string]holdings)
+	for _, p := range d.processes() {
+		h := holdings{}
+		m, err := rig.Scrape(ctx, once, p.url)
+		if err == nil {
+			h.Resources, err = p.Resources()
+		}
+		if err != nil {
+			left = append(left, fmt.Sprintf("%s does not say (%v)", p.name, err))
+			continue
+		}
+		n, _ := m.Sum("go_goroutines")
+		h.goroutines = int(n)
+		found[p.name] = h
+		for _, series := range held[p.what] {
+			n, ok := m.Sum(series[0], series[1:]...)
+			if !ok && p.what != "frontend" { // which has no series before the first request
+				left = append(left, fmt.Sprintf("%s has no %v", p.name, series))
+			}
+			if n != 0 {
+				left = append(left, fmt.Sprintf("%s: %v is %v", p.name, series, n))
+			}
+		}
+	}
+	return found, left
+}
+
+// slack is by how much descriptors and goroutines may differ between two times of rest: a runtime's own come
+// and go. A leak at each of the disturbances is more.
+const slack = 6
+
+// compare waits until every process holds no more than before the disturbance. Engines that were restarted
+// are compared with their earlier lives.
+func (d *drill) compare(ctx context.Context, before map[string]holdings) {
+	if before == nil {
+		return // reported
+	}
+	peers := map[string]int{wire.RolePrefill: 1, wire.RoleDecode: 1 + d.cfg.Prefill}
+	var grown []string
+	for deadline := time.Now().Add(10 * time.Second); time.Now().Before(deadline) && ctx.Err() == nil; pause(ctx, 200*time.Millisecond) {
+		after := d.rest(ctx)
+		if after == nil {
+			return
+		}
+		grown = nil
+		for name, was := range before {
+			is := after[name]
+			d.count(func(r *Drill) { r.RSS = max(r.RSS, is.RSS) })
+			if is.Files > was.Files+slack {
+				grown = append(grown, fmt.Sprintf("%s has %d descriptors, before %d", name, is.Files, was.Files))
+			}
+			if is.goroutines > was.goroutines+slack {
+				grown = append(grown, fmt.Sprintf("%s has %d goroutines, before %d", name, is.goroutines, was.goroutines))
+			}
+			pools := was.Pools
+			if i := slices.IndexFunc(d.members, func(m *member) bool { return m.name == name }); i >= 0 {
+				pools = max(pools, peers[d.members[i].role])
+			}
+			if is.Pools > pools {
+				grown = append(grown, fmt.Sprintf("%s maps %d KV pools, before %d", name, is.Pools, was.Pools))
+			}
+		}
+		if len(grown) == 0 {
+			d.say("at rest: %s", summary(after))
+			return
+		}
+	}
+	for _, g := range grown {
+		d.problem("leak: %s", g)
+	}
+}
+
+func summary(all map[string]holdings) string {
+	var list []string
+	for name, h := range all {
+		list = append(list, fmt.Sprintf("%s %d fds %d goroutines %d MiB", name, h.Files, h.goroutines, h.RSS>>20))
+	}
+	slices.Sort(list)
+	return strings.Join(list, ", ")
+}

@@ -1,0 +1,74 @@
+//go:build unix
+
+package rig
+
+import (
+	"bytes"
+	"fmt"
+	"os"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// Resources are what a process holds and has used, from /proc.
+type Resources struct {
+	CPU   time.Duration // of all its threads, in user and kernel mode, in steps of 10 ms
+	RSS   int64         // bytes
+	Files int           // open descriptors
+	Pools int           // mapped KV pools, its own and those of its peers
+}
+
+// clockTick is the unit of /proc/PID/stat, the same on every Linux.
+const clockTick = 10 * time.Millisecond
+
+// Resources looks at the process now.
+func (p *Process) Resources() (Resources, error) {
+	var r Resources
+	dir := fmt.Sprintf("/proc/%d/", p.Pid())
+	fail := func(err error) (Resources, error) { return r, fmt.Errorf("rig: %s: %w", p.Name, err) }
+	stat, err := os.ReadFile(dir + "stat")
+	if err != nil {
+		return fail(err)
+	}
+	if r.CPU, r.RSS, err = parseStat(string(stat)); err != nil {
+		return fail(err)
+	}
+	files, err := os.ReadDir(dir + "fd")
+	if err != nil {
+		return fail(err)
+	}
+	r.Files = len(files)
+	maps, err := os.ReadFile(dir + "maps")
+	if err != nil {
+		return fail(err)
+	}
+	r.Pools = bytes.Count(maps, []byte("memfd:baton-kv-"))
+	return r, nil
+}
+
+// parseStat reads the times and the resident pages of /proc/PID/stat. The second field, the program's name
+// in brackets, may hold anything.
+func parseStat(stat string) (cpu time.Duration, rss int64, err error) {
+	_, rest, ok := cutLast(stat, ")")
+	fields := strings.Fields(rest)
+	const utime, stime, resident = 14 - 3, 15 - 3, 24 - 3 // numbered from 1 in the manual; the third comes first here
+	if !ok || len(fields) <= resident {
+		return 0, 0, fmt.Errorf("unexpected stat %q", stat)
+	}
+	var n [3]int64
+	for i, at := range []int{utime, stime, resident} {
+		if n[i], err = strconv.ParseInt(fields[at], 10, 64); err != nil {
+			return 0, 0, fmt.Errorf("unexpected stat %q: %w", stat, err)
+		}
+	}
+	return time.Duration(n[0]+n[1]) * clockTick, n[2] * int64(os.Getpagesize()), nil
+}
+
+func cutLast(s, sep string) (before, after string, ok bool) {
+	i := strings.LastIndex(s, sep)
+	if i < 0 {
+		return s, "", false
+	}
+	return s[:i], s[i+len(sep):], true
+}
