@@ -23,6 +23,7 @@ type Core struct {
 	sched   *Scheduler
 	handoff *handoff.Core // nil on a colocated engine
 
+	epoch        uint64                 // of the trainer's iteration, as the coordinator last said
 	passing      bool                   // a pass is under way
 	admitting    []handoff.Admit        // imported, waiting for room in the batch
 	offers       map[uint64]wire.Result // prefill replies that wait for their export
@@ -79,6 +80,9 @@ type Moved struct{ Event handoff.Event }
 // shall come back.
 type Tick struct{}
 
+// Registered says that a coordinator has accepted the engine: it is told what the engine has cached.
+type Registered struct{}
+
 // Disconnected says that the coordinator is gone, with all that it knew. Every request ends silently.
 type Disconnected struct{}
 
@@ -86,6 +90,7 @@ func (Received) event()     {}
 func (Computed) event()     {}
 func (Moved) event()        {}
 func (Tick) event()         {}
+func (Registered) event()   {}
 func (Disconnected) event() {}
 
 // Action is something the caller of Step has to do, in order: one of the types below.
@@ -104,6 +109,12 @@ type Handed struct {
 	Stats  wire.Stats
 }
 
+// Profile starts a profile of the process at Path, or, with an empty one, ends it.
+type Profile struct{ Path string }
+
+// Leave ends the engine's service: its coordinator said STOP.
+type Leave struct{}
+
 // Warn tells people that the coordinator sent something that makes no sense here.
 type Warn struct{ Text string }
 
@@ -111,10 +122,12 @@ func (Send) action()     {}
 func (Transfer) action() {}
 func (Handed) action()   {}
 func (Warn) action()     {}
+func (Profile) action()  {}
+func (Leave) action()    {}
 
 // NewCore makes an idle engine with an empty pool.
 func NewCore(c CoreConfig) (*Core, error) {
-	pool, err := kvcache.New(kvcache.Config{Blocks: c.Blocks, BlockSize: c.BlockSize})
+	pool, err := kvcache.New(kvcache.Config{Blocks: c.Blocks, BlockSize: c.BlockSize, Events: keptEvents})
 	if err != nil {
 		return nil, err
 	}
@@ -142,11 +155,15 @@ func (c *Core) Step(now time.Time, event Event) []Action {
 		c.received(now, e.Message)
 	case Computed:
 		c.passing = false
-		c.publish(now, c.sched.Apply(now, e.Plan, e.Outputs))
+		out := c.sched.Apply(now, e.Plan, e.Outputs)
+		c.tell() // whoever reads a reply finds its blocks in the index already
+		c.publish(now, out)
 	case Moved:
 		c.step(now, e.Event)
 	case Tick:
 		c.step(now, handoff.Poll{})
+	case Registered:
+		c.tellAll()
 	case Disconnected:
 		c.disconnected(now)
 	}
@@ -171,6 +188,7 @@ func (c *Core) Plan(now time.Time) (*Plan, []Action) {
 }
 
 func (c *Core) take() []Action {
+	c.tell()
 	actions := c.actions
 	c.actions = nil
 	return actions
@@ -198,6 +216,18 @@ func (c *Core) received(now time.Time, m wire.Message) {
 		c.sched.SetPaused(true)
 	case *wire.Unpause:
 		c.sched.SetPaused(false)
+	case *wire.Suspend, *wire.Resume:
+		// An engine of this version keeps its weights and KV in memory; it is paused before and after.
+	case *wire.SetGenerationEpoch:
+		c.epoch = m.Epoch
+	case *wire.KVResync:
+		c.tellAll()
+	case *wire.StartProfiler:
+		c.act(Profile{m.Path})
+	case *wire.StopProfiler:
+		c.act(Profile{})
+	case *wire.Stop:
+		c.act(Leave{})
 	default:
 		c.warn("%s ignored", m.Header())
 	}
@@ -279,6 +309,9 @@ func (c *Core) capability() []byte {
 
 // Pool is the engine's. Only the Core changes it.
 func (c *Core) Pool() *kvcache.Pool { return c.pool }
+
+// Epoch is the generation epoch that the coordinator last set; 0 before.
+func (c *Core) Epoch() uint64 { return c.epoch }
 
 // Load is what an engine has to do.
 type Load struct {

@@ -45,6 +45,8 @@ type Engine struct {
 	// Owned by Run.
 	conn      *wire.Conn
 	passing   bool
+	leaving   bool     // the coordinator said STOP
+	profile   *profile // being written
 	transfers map[uint64]transfer.Handle
 }
 
@@ -132,8 +134,10 @@ func (e *Engine) compute() {
 // Dialer connects to the coordinator: hello has been sent and acknowledged when it returns.
 type Dialer func(ctx context.Context, hello wire.Connect) (*wire.Conn, error)
 
-// Run serves a coordinator until ctx ends, and looks for it again when the connection breaks. It returns
-// an error only when the engine itself cannot go on: a refused registration or a device fault.
+// Run serves a coordinator until ctx ends or it says STOP, and looks for it again when the connection
+// breaks. When ctx ends the engine drains: it takes no new work, and returns when the coordinator has let it
+// go, because its requests have ended or moved elsewhere. It returns an error only when the engine itself
+// cannot go on: a refused registration or a device fault.
 func (e *Engine) Run(ctx context.Context, dial Dialer) error {
 	const firstPause, longestPause = 50 * time.Millisecond, 2 * time.Second
 	pause := firstPause
@@ -143,7 +147,7 @@ func (e *Engine) Run(ctx context.Context, dial Dialer) error {
 		if errors.As(err, &fatal) {
 			return fatal.error
 		}
-		if ctx.Err() != nil {
+		if ctx.Err() != nil || errors.Is(err, errStopped) {
 			break
 		}
 		e.log.Warn("coordinator not reachable", "error", err, "retry_in", pause)
@@ -155,6 +159,13 @@ func (e *Engine) Run(ctx context.Context, dial Dialer) error {
 	}
 	return nil
 }
+
+// errStopped ends a session, and Run, because the coordinator said STOP.
+var errStopped = errors.New("engine: stopped by the coordinator")
+
+// drainLimit is how long an engine waits, after ctx has ended, for the coordinator to let it go. The
+// coordinator's own limit is shorter.
+const drainLimit = 45 * time.Second
 
 // fatalError is one that another connection cannot mend.
 type fatalError struct{ error }
@@ -179,6 +190,7 @@ func (e *Engine) session(ctx context.Context, dial Dialer, registered func()) er
 		return err
 	}
 	registered()
+	e.step(Registered{})
 	e.log.Info("registered", "role", e.config.Role, "transport", e.config.Transport, "blocks", e.config.blocks())
 	return e.serve(ctx, inbox, ended)
 }
@@ -241,8 +253,13 @@ const pollInterval = 20 * time.Millisecond
 func (e *Engine) serve(ctx context.Context, inbox <-chan wire.Message, ended <-chan error) error {
 	poll := time.NewTicker(pollInterval)
 	defer poll.Stop()
+	stopping := ctx.Done()
+	var drained <-chan time.Time
 	for {
 		e.plan()
+		if e.leaving {
+			return errStopped
+		}
 		select {
 		case m := <-inbox:
 			e.step(Received{m})
@@ -264,9 +281,12 @@ func (e *Engine) serve(ctx context.Context, inbox <-chan wire.Message, ended <-c
 			e.step(Tick{})
 		case err := <-ended:
 			return err
-		case <-ctx.Done():
-			_ = e.conn.Send(&wire.Disconnect{Reason: "the engine stops"}) // the coordinator sees the end either way
-			return ctx.Err()
+		case <-stopping:
+			stopping, drained = nil, time.After(drainLimit)
+			e.log.Info("draining")
+			e.send(&wire.Disconnect{Reason: "the engine stops"})
+		case <-drained:
+			return fmt.Errorf("engine: %s: not let go within %v", e.config.Name, drainLimit)
 		}
 	}
 }
@@ -310,9 +330,28 @@ func (e *Engine) carryOut(actions []Action) {
 			}
 		case Handed:
 			e.metrics.handed(a)
+		case Profile:
+			e.profiler(a.Path)
+		case Leave:
+			e.leaving = true
 		case Warn:
 			e.log.Warn(a.Text)
 		}
+	}
+}
+
+// profiler starts or ends the profile that the coordinator asked for.
+func (e *Engine) profiler(path string) {
+	var err error
+	if e.profile != nil {
+		err = e.profile.stop()
+		e.profile = nil
+	}
+	if path != "" && err == nil {
+		e.profile, err = startProfile(path + "." + e.config.Name)
+	}
+	if err != nil {
+		e.log.Warn("profiler", "error", err)
 	}
 }
 
@@ -331,6 +370,7 @@ func (e *Engine) send(m wire.Message) {
 
 // abandon drops everything when the connection is gone, and waits for the pass that may still be under way.
 func (e *Engine) abandon() {
+	e.profiler("")
 	e.step(Disconnected{})
 	if e.passing {
 		if p := <-e.done; p.err == nil {

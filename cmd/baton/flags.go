@@ -4,11 +4,14 @@ import (
 	"fmt"
 	"path/filepath"
 	"strings"
+	"time"
 
 	"github.com/alecthomas/units"
 
 	"baton/checkpoint"
+	"baton/coordinator"
 	"baton/engine"
+	"baton/route"
 	"baton/tensor"
 )
 
@@ -36,6 +39,18 @@ type engineFlags struct {
 	MaxSeqLen   int       `placeholder:"N" help:"Longest prompt plus answer, in tokens. Default: what the model was made for."`
 	Threads     int       `placeholder:"N" help:"Threads that compute, per engine. Default: one a core."`
 	Logprobs    string    `enum:"raw,processed" default:"raw" help:"Which distribution log-probabilities come from: the model's own, or the one that tokens are drawn from."`
+}
+
+// coordinatorFlags tune a coordinator.
+type coordinatorFlags struct {
+	Routing    string        `enum:"prefix,least-loaded,round-robin,session" default:"prefix" help:"How engines are chosen: ${enum}."`
+	EngineWait time.Duration `default:"10s" help:"How long requests wait for an engine to come (back) when their role has none."`
+	DrainWait  time.Duration `default:"30s" help:"How long an engine that leaves may take to end its requests before they move."`
+}
+
+func (f coordinatorFlags) config() (coordinator.Config, error) {
+	policy, err := route.ByName(f.Routing)
+	return coordinator.Config{Policy: policy, Wait: f.EngineWait, DrainWait: f.DrainWait}, err
 }
 
 // byteCount is a size such as 512MiB.

@@ -135,8 +135,14 @@ func (p *part) stop(t *testing.T) {
 // processes starts a coordinator, one engine of each role, and a frontend, each a process.
 func processes(t *testing.T, model string, roles []string, flags ...string) *fleet {
 	t.Helper()
+	return processesOf(t, model, nil, roles, flags...)
+}
+
+// processesOf is processes with flags of the coordinator's own.
+func processesOf(t *testing.T, model string, hubFlags, roles []string, flags ...string) *fleet {
+	t.Helper()
 	f := &fleet{model: "m", parts: map[string]*part{}}
-	hub := start(t, "coordinator", "--listen=127.0.0.1:0")
+	hub := start(t, append([]string{"coordinator", "--listen=127.0.0.1:0"}, hubFlags...)...)
 	f.parts["coordinator"] = hub
 	addr := hub.out.await(t, `coordinator at (\S+)`, hub.stopped)
 	for _, role := range roles {

@@ -16,6 +16,7 @@ import (
 
 // coordinatorCmd is the coordinator alone.
 type coordinatorCmd struct {
+	coordinatorFlags
 	tlsFlags
 	Listen  string `default:"127.0.0.1:7000" help:"Address for engines and frontends."`
 	Metrics string `placeholder:"ADDR" help:"Also serve /metrics at this address."`
@@ -31,8 +32,12 @@ func (c *coordinatorCmd) Run(env *environment) error {
 		return err
 	}
 	defer listener.Close()
+	core, err := c.config()
+	if err != nil {
+		return err
+	}
 	reg := newRegistry()
-	hub, err := coordinator.NewServer(coordinator.ServerConfig{Logger: env.log, Wire: sec.server()})
+	hub, err := coordinator.NewServer(coordinator.ServerConfig{Core: core, Logger: env.log, Wire: sec.server()})
 	if err != nil {
 		return err
 	}

@@ -18,6 +18,7 @@ import (
 type serveCmd struct {
 	modelFlags
 	engineFlags
+	coordinatorFlags
 	certFlags
 	keyFlags
 	Listen string  `default:"127.0.0.1:8000" help:"Address of the HTTP frontend."`
@@ -50,22 +51,28 @@ func (c *serveCmd) Run(env *environment) error {
 		return err
 	}
 	defer model.Close()
+	core, err := c.coordinatorFlags.config()
+	if err != nil {
+		return err
+	}
 	reg := newRegistry()
-	hub, err := coordinator.NewServer(coordinator.ServerConfig{Logger: env.log})
+	hub, err := coordinator.NewServer(coordinator.ServerConfig{Core: core, Logger: env.log})
 	if err != nil {
 		return err
 	}
 	defer hub.Close()
 	reg.MustRegister(hub.Collector())
-	base := c.config(c.modelFlags, model.Checkpoint)
+	base := c.engineFlags.config(c.modelFlags, model.Checkpoint)
 	base.Logger, base.Metrics = env.log, engine.NewMetrics(reg)
 	list, err := engines(shards, base)
 	if err != nil {
 		return err
 	}
 	group, ctx := errgroup.WithContext(env.ctx)
+	fleet, stopFleet := context.WithCancel(context.WithoutCancel(env.ctx)) // ends after the frontend has drained
+	defer stopFleet()
 	group.Go(func() error {
-		return runEngines(ctx, list, func(_ context.Context, hello wire.Connect) (*wire.Conn, error) { return hub.Connect(hello) })
+		return runEngines(fleet, list, func(_ context.Context, hello wire.Connect) (*wire.Conn, error) { return hub.Connect(hello) })
 	})
 	client, err := hub.Client(coordinator.ClientConfig{Name: "frontend", Logger: env.log})
 	if err != nil {
@@ -76,7 +83,10 @@ func (c *serveCmd) Run(env *environment) error {
 	if err != nil {
 		return err
 	}
-	group.Go(func() error { return server.Run(ctx, listener) })
+	group.Go(func() error {
+		defer stopFleet()
+		return server.Run(ctx, listener)
+	})
 	group.Go(func() error {
 		if err := awaitReady(ctx, client); err != nil {
 			return err
