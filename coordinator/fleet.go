@@ -174,6 +174,7 @@ func (c *Core) mismatch(m *wire.RegisterRole, replaced *engine) string {
 		{"Geometry.Planes", g.Planes, have.Planes},
 		{"Geometry.KVDType", g.KVDType, have.KVDType},
 		{"Geometry.VocabSize", g.VocabSize, have.VocabSize},
+		{"Geometry.VerifyHandoff", cmp.Or(g.VerifyHandoff, "off"), cmp.Or(have.VerifyHandoff, "off")},
 		{"Transport", m.Transport, f.transport},
 		{"WeightVersion", m.WeightVersion, f.version},
 	} {

@@ -151,6 +151,7 @@ func (s *script) join(kind, name string, a args) string {
 		Geometry: wire.Geometry{
 			Model: "f00d", BlockSize: a.int("block", 4), Layers: 2, KVHeads: a.int("heads", 8), HeadDim: 64, Planes: 2,
 			KVDType: "bf16", VocabSize: 100, MaxSeqLen: a.int("max-seq", 64),
+			VerifyHandoff: a["verify"],
 		},
 		Requests: a.int("requests", 4), Blocks: a.int("blocks", 32), WeightVersion: uint64(a.int("version", 1)),
 		Ranks: []wire.RankInfo{{Transport: []byte(name)}},

@@ -21,6 +21,12 @@ type Retain struct {
 	Lease time.Duration
 }
 
+// Sealed answers one Seal.
+type Sealed struct {
+	Handoff uint64
+	Rank    int
+}
+
 // Opened answers one OpenExport.
 type Opened struct {
 	Handoff uint64
@@ -29,10 +35,11 @@ type Opened struct {
 }
 
 // Push starts sending to a decode engine that is ready. Template leads from this engine's layout to
-// that engine's.
+// that engine's; Checksums does for the blocks' checksums, where handoffs are verified.
 type Push struct {
-	Message  *wire.SendKV
-	Template *layout.Template
+	Message   *wire.SendKV
+	Template  *layout.Template
+	Checksums *layout.Template
 }
 
 // Release ends an export: its reader is done, or will never come. Unknown ones are ignored, so it may be
@@ -56,8 +63,10 @@ type Import struct {
 	Capacity int
 	// Reserve is for how many of those tokens blocks are set aside; 0 is all of Capacity.
 	Reserve int
-	// Template leads from the source's layout to this engine's.
-	Template *layout.Template
+	// Template leads from the source's layout to this engine's; Checksums does for the blocks' checksums,
+	// where handoffs are verified.
+	Template  *layout.Template
+	Checksums *layout.Template
 }
 
 // Expected answers one Expect.
@@ -77,6 +86,12 @@ type Settled struct {
 	Bytes    int64 // moved
 }
 
+// Verified answers one Verify. An Err says what differs.
+type Verified struct {
+	Transfer uint64
+	Err      error // nil: the blocks are what the source sealed
+}
+
 // Abort cancels a request, whatever its state here. Unknown ones are ignored.
 type Abort struct{ ID uint64 }
 
@@ -88,6 +103,7 @@ type Abandon struct{}
 type Poll struct{}
 
 func (Retain) event()   {}
+func (Sealed) event()   {}
 func (Opened) event()   {}
 func (Push) event()     {}
 func (Release) event()  {}
@@ -95,6 +111,7 @@ func (Revoked) event()  {}
 func (Import) event()   {}
 func (Expected) event() {}
 func (Settled) event()  {}
+func (Verified) event() {}
 func (Abort) event()    {}
 func (Abandon) event()  {}
 func (Poll) event()     {}
@@ -105,6 +122,14 @@ type Action interface{ action() }
 
 // Range is a run of bytes of a rank's pool.
 type Range struct{ Off, Len int64 }
+
+// Seal makes the checksums of blocks on a rank, whose bytes do not change meanwhile. Answer with Sealed, in the
+// order of the Seals; there may be no block at all, which waits for the earlier ones.
+type Seal struct {
+	Handoff uint64
+	Rank    int
+	Blocks  []int32
+}
 
 // OpenExport lets whoever shows the capability read the ranges of a rank. Answer with Opened.
 type OpenExport struct {
@@ -152,6 +177,14 @@ type Expect struct {
 	Ranges   []Range
 }
 
+// Verify compares blocks on a rank with their checksums, which came along. Neither changes meanwhile. Answer with
+// Verified.
+type Verify struct {
+	Transfer uint64
+	Rank     int
+	Blocks   []int32
+}
+
 // Cancel asks a transfer to stop. Its end is a Settled all the same.
 type Cancel struct{ Transfer uint64 }
 
@@ -170,12 +203,14 @@ type Admit struct {
 // Send gives the other side a message: KVTransferReady, KVReadDone, RequestError or RequestAborted.
 type Send struct{ Message wire.Message }
 
+func (Seal) action()       {}
 func (OpenExport) action() {}
 func (Offer) action()      {}
 func (StartPush) action()  {}
 func (Revoke) action()     {}
 func (StartPull) action()  {}
 func (Expect) action()     {}
+func (Verify) action()     {}
 func (Cancel) action()     {}
 func (Recheck) action()    {}
 func (Admit) action()      {}

@@ -19,6 +19,7 @@ type export struct {
 	capability  []byte
 	expires     time.Time // zero: never
 
+	sealing   int    // ranks that have not answered Seal
 	opening   int    // ranks that have not answered OpenExport
 	releasing bool   // only waiting until it is quiesced
 	readable  []bool // ranks that may still be read; empty where sources push
@@ -44,6 +45,15 @@ func (c *Core) retain(e Retain) {
 		x.expires = c.now.Add(e.Lease)
 	}
 	c.exports = append(c.exports, x)
+	if c.verifies() {
+		c.seal(x)
+	} else {
+		c.open(x)
+	}
+}
+
+// open lets destinations read the blocks, where they do, and offers them.
+func (c *Core) open(x *export) {
 	if c.config.Push {
 		c.offer(x)
 		return
@@ -56,12 +66,19 @@ func (c *Core) retain(e Retain) {
 	}
 }
 
-// ranges are the bytes of blocks on a rank, neighbours merged.
+// ranges are the bytes of blocks on a rank, and of their checksums, neighbours merged.
 func (c *Core) ranges(rank int, blocks []int32) []Range {
-	size := c.config.BlockBytes[rank]
-	var ranges []Range
+	ranges := appendRanges(nil, 0, c.config.BlockBytes[rank], blocks)
+	if c.verifies() {
+		s := c.config.Checksums[rank]
+		ranges = appendRanges(ranges, s.Off, s.BlockBytes, blocks)
+	}
+	return ranges
+}
+
+func appendRanges(ranges []Range, first, size int64, blocks []int32) []Range {
 	for _, id := range blocks {
-		off := int64(id) * size
+		off := first + int64(id)*size
 		if i := len(ranges) - 1; i >= 0 && ranges[i].Off+ranges[i].Len == off {
 			ranges[i].Len += size
 			continue
@@ -151,7 +168,7 @@ func (c *Core) push(e Push) {
 		x.pushes = append(x.pushes, l)
 		c.act(StartPush{
 			Transfer: l.transfer, Rank: t.Src, Peer: m.Ranks[t.Dst].Transport, Tag: tags[t.Dst],
-			Copies: t.Apply(nil, from, m.Blocks),
+			Copies: c.copies(t, c.sumsLeg(e.Checksums, i), c.sumsOff(t.Src), m.Ranks[t.Dst].Checksums, from, m.Blocks),
 		})
 	}
 }
@@ -171,7 +188,10 @@ func (c *Core) checkPush(x *export, e Push, tags int) error {
 	if err := checkBlocks(m.Blocks); err != nil {
 		return err
 	}
-	return checkTemplate(e.Template, len(c.config.BlockBytes), len(m.Ranks))
+	if err := checkTemplate(e.Template, len(c.config.BlockBytes), len(m.Ranks)); err != nil {
+		return err
+	}
+	return c.checkSums(e.Template, e.Checksums, m.Ranks)
 }
 
 func checkBlocks(blocks []int32) error {
@@ -217,7 +237,7 @@ func (c *Core) released(e Release) {
 }
 
 // release revokes an export. Its blocks are free once every rank says that nothing reads them, and every
-// push has come to an end.
+// seal and push has come to an end.
 func (c *Core) release(x *export) {
 	if x.releasing {
 		return
@@ -239,7 +259,7 @@ func (c *Core) revoked(e Revoked) {
 }
 
 func (c *Core) settleRelease(x *export) {
-	if !x.releasing || len(x.pushes) > 0 || slices.Contains(x.readable, true) {
+	if !x.releasing || x.sealing > 0 || len(x.pushes) > 0 || slices.Contains(x.readable, true) {
 		return
 	}
 	if !x.stale {
@@ -304,6 +324,6 @@ func (c *Core) failPush(id, reader uint64, code, format string, args ...any) {
 func (c *Core) report(m *wire.RequestError, format string, args ...any) {
 	c.stats.Failed++
 	m.Message = fmt.Sprintf("request %d: "+format, append([]any{m.ID}, args...)...)
-	m.Retryable = m.Code == wire.CodeUnavailable
+	m.Retryable = m.Code == wire.CodeUnavailable || m.Code == wire.CodeCorrupt
 	c.act(Send{m})
 }

@@ -10,19 +10,22 @@
 // The walk of a request, seen from the two Cores:
 //
 //	prefill                                      decode
-//	Retain      -> OpenExport
+//	Retain      -> Seal
+//	Sealed      -> OpenExport
 //	Opened      -> Offer
 //	                                             Import      -> StartPull (or Expect)
 //	                                             Expected    -> Send(KVTransferReady)
 //	Push        -> StartPush
-//	Settled                                      Settled     -> Send(KVReadDone), Admit
+//	Settled                                      Settled     -> Verify
+//	                                             Verified    -> Send(KVReadDone), Admit
 //	Release     -> Revoke
 //	Revoked
 //
 // Source blocks stay pinned until the export is released and the backend says that nothing reads them any
 // more. Destination blocks of a transfer that ended badly stay in quarantine until it says that nothing
 // writes them any more. Neither ever depends on a timeout. Should a block be given to somebody else all
-// the same, its generation tells, and the request fails rather than using it.
+// the same, its generation tells, and the request fails rather than using it. Seal and Verify are steps only
+// where handoffs are verified: the source makes checksums of its blocks, which move along with them.
 package handoff
 
 import (
@@ -45,6 +48,11 @@ type Config struct {
 	Push bool
 	// Timeout bounds a transfer, from its start. 0 means DefaultTimeout.
 	Timeout time.Duration
+	// Verify says which blocks are compared with their checksums after a transfer; empty is VerifyOff. Both
+	// sides must agree.
+	Verify Verification
+	// Checksums is where each rank keeps those of its blocks, in rank order. Only with verification.
+	Checksums []Checksums
 }
 
 func (c Config) validate() error {
@@ -62,7 +70,7 @@ func (c Config) validate() error {
 	if c.Timeout < 0 {
 		return fmt.Errorf("handoff: Config.Timeout is %v; it must not be negative", c.Timeout)
 	}
-	return nil
+	return c.validateChecksums()
 }
 
 // Core is one engine's side of all its handoffs.
@@ -77,7 +85,9 @@ type Core struct {
 	quarantined  []*importing
 	lastTransfer uint64
 	transfers    map[uint64]*leg
-	retry        bool // something changed that the queue may have waited for
+	retry        bool     // something changed that the queue may have waited for
+	sealed       []uint32 // of each block, the generation that has checksums or is about to
+	sealing      int      // Seals without an answer
 
 	stats   Stats
 	now     time.Time
@@ -92,10 +102,15 @@ func New(c Config) (*Core, error) {
 	if c.Timeout == 0 {
 		c.Timeout = DefaultTimeout
 	}
-	return &Core{config: c, pool: c.Pool, transfers: map[uint64]*leg{}}, nil
+	core := &Core{config: c, pool: c.Pool, transfers: map[uint64]*leg{}}
+	core.config.Verify, _ = ParseVerification(string(c.Verify)) // validated
+	if core.verifies() {
+		core.sealed = make([]uint32, c.Pool.Stats().Total)
+	}
+	return core, nil
 }
 
-// leg is one transfer on one rank, from the order to start it until nothing of it is in flight.
+// leg is one transfer, or the verification of what it brought, on one rank, from the order to start it until nothing of it is in flight.
 type leg struct {
 	transfer uint64
 	rank     int
@@ -120,6 +135,8 @@ func (c *Core) Step(now time.Time, event Event) []Action {
 	switch e := event.(type) {
 	case Retain:
 		c.retain(e)
+	case Sealed:
+		c.sealedBy(e)
 	case Opened:
 		c.opened(e)
 	case Push:
@@ -134,6 +151,8 @@ func (c *Core) Step(now time.Time, event Event) []Action {
 		c.expected(e)
 	case Settled:
 		c.settled(e)
+	case Verified:
+		c.verified(e)
 	case Abort:
 		c.abort(e.ID)
 	case Abandon:
@@ -220,7 +239,7 @@ func (c *Core) Reset() error {
 type Stats struct {
 	Exports     int // retained, those being released included
 	Queued      int // imports that wait for blocks or for a prefix on its way
-	Moving      int // imports whose transfer is under way
+	Moving      int // imports whose transfer, or its verification, is under way
 	Quarantined int // failed imports whose blocks a transfer may still touch
 	// QuarantinedBlocks counts blocks of those, and of released exports that are not quiesced yet.
 	QuarantinedBlocks int
@@ -234,6 +253,8 @@ type Stats struct {
 	// Stale counts exports and imports that failed since a block of theirs had been given to somebody else:
 	// always 0, unless this engine is at fault.
 	Stale uint64
+	// Corrupt counts imports that failed since what arrived does not have the checksums that its source made.
+	Corrupt uint64
 }
 
 // Stats returns the counts.

@@ -21,15 +21,19 @@ type importing struct {
 	capacity int
 	reserve  int
 	template *layout.Template
+	sums     *layout.Template // of checksums
 	arrived  time.Time
 
 	table     *kvcache.Table // once it is moving
 	reused    int            // leading blocks that were cached
 	began     time.Time
+	moved     time.Time
 	legs      []*leg   // that have not come to a safe end
 	tags      [][]byte // of each rank, where sources push
 	preparing int      // ranks that have not answered Expect
 	bytes     int64
+	verifying bool  // everything has arrived, and the legs are verifications
+	corrupt   error // what a rank found wrong
 
 	pin    *kvcache.Pin // of a quarantine
 	owes   bool         // in quarantine: KVReadDone is due when it ends
@@ -49,7 +53,7 @@ func (c *Core) submit(e Import) {
 	if c.live(id) {
 		return
 	}
-	m := &importing{message: e.Message, version: e.Version, capacity: e.Capacity, reserve: e.Reserve, template: e.Template, arrived: c.now}
+	m := &importing{message: e.Message, version: e.Version, capacity: e.Capacity, reserve: e.Reserve, template: e.Template, sums: e.Checksums, arrived: c.now}
 	if err := c.checkImport(m); err != nil {
 		c.fail(id, wire.CodeInternal, true, "its KV cannot be imported: %v", err)
 		return
@@ -79,7 +83,10 @@ func (c *Core) checkImport(m *importing) error {
 	if n := len(source.Export.Generations); n != len(source.Export.Blocks) {
 		return fmt.Errorf("the source names %d generations for %d blocks", n, len(source.Export.Blocks))
 	}
-	return checkTemplate(m.template, len(source.Ranks), len(c.config.BlockBytes))
+	if err := checkTemplate(m.template, len(source.Ranks), len(c.config.BlockBytes)); err != nil {
+		return err
+	}
+	return c.checkSums(m.template, m.sums, source.Ranks)
 }
 
 // startQueued starts what can start, first come, first served. An import that lacks blocks holds back all
@@ -120,7 +127,7 @@ func (c *Core) failOpen(m *importing, err error) {
 // start moves what is not cached. When everything is, nothing moves and nobody is asked to push: the
 // import is complete.
 func (c *Core) start(m *importing) {
-	m.began = c.now
+	m.began, m.moved = c.now, c.now
 	m.reused = m.table.Cached() / c.pool.BlockSize()
 	c.moving = append(c.moving, m)
 	source := &m.message.Source
@@ -144,7 +151,8 @@ func (c *Core) start(m *importing) {
 		l := c.addLeg(m, t.Dst)
 		c.act(StartPull{
 			Transfer: l.transfer, Rank: t.Dst, Peer: source.Ranks[t.Src].Transport,
-			Handoff: source.Export.Handoff, Capability: source.Export.Capability, Copies: t.Apply(nil, from, to),
+			Handoff: source.Export.Handoff, Capability: source.Export.Capability,
+			Copies: c.copies(t, c.sumsLeg(m.sums, i), source.Ranks[t.Src].Checksums, c.sumsOff(t.Dst), from, to),
 		})
 	}
 }
@@ -196,7 +204,7 @@ func (c *Core) importSettled(l *leg, e Settled) {
 		safe := c.drop(m)
 		c.fail(m.id(), wire.CodeUnavailable, safe, "moving its KV from %s failed: %v", m.message.Source.Engine, e.Err)
 	case len(m.legs) == 0:
-		c.complete(m)
+		c.verifyArrived(m)
 	}
 }
 
@@ -218,7 +226,7 @@ func (c *Core) complete(m *importing) {
 	c.stats.BytesMoved += uint64(m.bytes)
 	c.act(Send{&wire.KVReadDone{ID: m.id()}})
 	c.act(Admit{Message: m.message, Table: m.table, Arrived: m.arrived, Stats: wire.Stats{
-		Transfer: c.now.Sub(m.began).Seconds(), Handoff: c.now.Sub(m.arrived).Seconds(),
+		Transfer: m.moved.Sub(m.began).Seconds(), Handoff: c.now.Sub(m.arrived).Seconds(),
 		BlocksMoved: moved, BlocksReused: m.reused, BytesMoved: m.bytes,
 	}})
 	c.retry = true
@@ -229,7 +237,7 @@ func (c *Core) unmove(m *importing) {
 }
 
 // drop gives up an import that is in no queue any more, and reports whether the source is safe from it.
-// Blocks that a transfer may still write go into quarantine.
+// Blocks that a transfer may still write, or a verification read, go into quarantine.
 func (c *Core) drop(m *importing) (sourceSafe bool) {
 	if m.table == nil {
 		return true
@@ -241,14 +249,14 @@ func (c *Core) drop(m *importing) (sourceSafe bool) {
 		return true
 	}
 	for _, l := range m.legs {
-		if !l.unsafe {
+		if !l.unsafe && !m.verifying {
 			c.act(Cancel{l.transfer})
 		}
 	}
 	m.pin = m.table.Pin(len(m.table.Blocks()))
 	m.table.Close()
 	// A source that pushes knows by itself when its blocks are safe; one that is read must be told.
-	m.owes = !c.config.Push
+	m.owes = !c.config.Push && !m.verifying
 	c.quarantined = append(c.quarantined, m)
 	return !m.owes
 }
@@ -282,7 +290,7 @@ func (c *Core) abortImport(id uint64) {
 
 func (c *Core) pollImports() {
 	for _, m := range slices.Clone(c.moving) {
-		if c.now.Sub(m.began) >= c.config.Timeout {
+		if !m.verifying && c.now.Sub(m.began) >= c.config.Timeout {
 			safe := c.drop(m)
 			c.fail(m.id(), wire.CodeUnavailable, safe, "its KV did not arrive from %s within %v",
 				m.message.Source.Engine, c.config.Timeout)

@@ -20,12 +20,15 @@ type cell struct {
 	head   int
 }
 
-// node is one simulated engine: pool, Core, a memory a rank, and the open tables of its scheduler.
+// node is one simulated engine: pool, Core, a memory a rank, checksums to make or to compare, and the open
+// tables of its scheduler.
 type node struct {
 	pool     *kvcache.Pool
 	core     *Core
 	holdings []layout.Holding
+	sums     []Checksums
 	memory   [][]cell
+	work     []func() Event
 	revoked  map[uint64]bool
 	tables   []*running
 }
@@ -49,6 +52,7 @@ type flow struct {
 	handoff  uint64           // that a pull reads
 	into     *flow            // the receive that a push writes into
 	missing  map[int64]bool
+	flips    int  // how many bytes from here one arrives wrong; -1: none does
 	unsafe   bool // reported so
 	ended    bool // nothing of it is in flight
 	moved    int64
@@ -60,6 +64,8 @@ type world struct {
 	now      time.Time
 	geometry layout.Geometry
 	push     bool
+	verify   Verification
+	flipped  bool
 	p, d     *node
 	flows    []*flow
 	tags     map[string]*flow
@@ -76,7 +82,7 @@ func TestRandomHandoffs(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		w := newWorld(t)
 		t.Repeat(map[string]func(*rapid.T){
-			"":            func(t *rapid.T) { w.t = t; w.verify() },
+			"":            func(t *rapid.T) { w.t = t; w.check() },
 			"prefill":     w.with(w.prefill),
 			"pressure":    w.with(w.pressure),
 			"deliver":     w.with(w.deliver),
@@ -84,6 +90,7 @@ func TestRandomHandoffs(t *testing.T) {
 			"move":        w.with(w.move),
 			"end":         w.with(w.end),
 			"end well":    w.with(w.endWell),
+			"work":        w.with(w.work),
 			"decode":      w.with(w.decode),
 			"finish":      w.with(w.finish),
 			"abort":       w.with(w.abort),
@@ -103,7 +110,8 @@ func (w *world) with(f func()) func(*rapid.T) {
 
 func newWorld(t *rapid.T) *world {
 	w := &world{
-		t: t, now: time.Unix(0, 0), push: rapid.Bool().Draw(t, "push"), tags: map[string]*flow{},
+		t: t, now: time.Unix(0, 0), push: rapid.Bool().Draw(t, "push"),
+		verify: rapid.SampledFrom([]Verification{VerifyOff, VerifySample, VerifyAll}).Draw(t, "verify"), tags: map[string]*flow{},
 		exports: map[uint64]*wire.Export{}, prompts: map[uint64][]int32{}, importing: map[uint64]bool{}, over: map[uint64]bool{},
 		geometry: layout.Geometry{BlockSize: rapid.IntRange(1, 3).Draw(t, "block size"), Layers: 1, KVHeads: 2, HeadDim: 1, Planes: 1, ElementBytes: 1},
 	}
@@ -124,10 +132,14 @@ func (w *world) node(name string) *node {
 	}
 	var sizes []int64
 	for _, h := range n.holdings {
-		sizes = append(sizes, w.geometry.BlockBytes(h))
-		n.memory = append(n.memory, make([]cell, int64(blocks)*w.geometry.BlockBytes(h)))
+		kv := int64(blocks) * w.geometry.BlockBytes(h)
+		sums := Checksums{Off: kv, BlockBytes: w.geometry.Checksums(w.geometry.BlockSize).BlockBytes(h)}
+		sizes, n.sums = append(sizes, w.geometry.BlockBytes(h)), append(n.sums, sums)
+		n.memory = append(n.memory, make([]cell, kv+int64(blocks)*sums.BlockBytes))
 	}
-	n.core, err = New(Config{Pool: pool, BlockBytes: sizes, Push: w.push, Timeout: 10 * time.Second})
+	n.core, err = New(Config{
+		Pool: pool, BlockBytes: sizes, Push: w.push, Timeout: 10 * time.Second, Verify: w.verify, Checksums: n.sums,
+	})
 	if err != nil {
 		w.t.Fatal(err)
 	}
@@ -156,7 +168,7 @@ func (w *world) write(n *node, r *running, from, to int) {
 	r.table.Commit(r.tokens[from:to])
 }
 
-func (w *world) verify() {
+func (w *world) check() {
 	for _, n := range []*node{w.p, w.d} {
 		if err := n.pool.Check(); err != nil {
 			w.t.Fatal(err)
@@ -213,17 +225,61 @@ func (w *world) deliver() {
 func (w *world) ranks(n *node) []wire.RankInfo {
 	infos := make([]wire.RankInfo, len(n.holdings))
 	for rank := range infos {
-		infos[rank] = wire.RankInfo{Rank: rank, Transport: []byte{byte(rank)}}
+		infos[rank] = wire.RankInfo{Rank: rank, Transport: []byte{byte(rank)}, Checksums: n.sums[rank].Off}
 	}
 	return infos
 }
 
-func (w *world) template() *layout.Template {
-	template, err := layout.Compile(w.geometry, w.p.holdings, w.d.holdings)
+func (w *world) template(g layout.Geometry) *layout.Template {
+	template, err := layout.Compile(g, w.p.holdings, w.d.holdings)
 	if err != nil {
 		w.t.Fatal(err)
 	}
 	return template
+}
+
+func (w *world) sums() layout.Geometry { return w.geometry.Checksums(w.geometry.BlockSize) }
+
+// checksum visits the checksums of blocks on a rank: the 8 cells of each head, and what they should be.
+func (w *world) checksum(n *node, rank int, blocks []int32, visit func(have *cell, want cell)) {
+	memory, size := n.memory[rank], int64(w.geometry.BlockSize)
+	for _, id := range blocks {
+		for head := range n.holdings[rank].Heads {
+			kv := int64(id)*w.geometry.BlockBytes(n.holdings[rank]) + int64(head)*size
+			sum := fmt.Sprint("sum of ", memory[kv:kv+size])
+			at := n.sums[rank].Off + int64(id)*n.sums[rank].BlockBytes + int64(head)*8
+			for i := range 8 {
+				visit(&memory[at+int64(i)], cell{sum, i})
+			}
+		}
+	}
+}
+
+// later does something with blocks after a while, and makes sure that they are nobody else's by then.
+func (w *world) later(n *node, blocks []int32, do func() Event) {
+	lives := w.lives(n, blocks)
+	n.work = append(n.work, func() Event {
+		for id, generation := range lives {
+			if n.pool.Generation(id) != generation {
+				w.t.Fatalf("block %d was given to somebody else while its checksums were made or compared", id)
+			}
+		}
+		return do()
+	})
+}
+
+// work does the first thing that is left to do on an engine.
+func (w *world) work() {
+	n := w.d
+	if rapid.Bool().Draw(w.t, "on prefill") {
+		n = w.p
+	}
+	if len(n.work) == 0 {
+		w.t.Skip("nothing to do")
+	}
+	do := n.work[0]
+	n.work = n.work[1:]
+	w.step(n, do())
 }
 
 // step gives a Core an event and plays shell, coordinator and backend for what comes back.
@@ -240,6 +296,21 @@ func (w *world) step(n *node, event Event) {
 
 func (w *world) act(n *node, action Action) Event {
 	switch a := action.(type) {
+	case Seal:
+		w.later(n, a.Blocks, func() Event {
+			w.checksum(n, a.Rank, a.Blocks, func(have *cell, want cell) { *have = want })
+			return Sealed{Handoff: a.Handoff, Rank: a.Rank}
+		})
+	case Verify:
+		w.later(n, a.Blocks, func() Event {
+			var err error
+			w.checksum(n, a.Rank, a.Blocks, func(have *cell, want cell) {
+				if *have != want {
+					err = fmt.Errorf("%v instead of %v", *have, want)
+				}
+			})
+			return Verified{Transfer: a.Transfer, Err: err}
+		})
 	case OpenExport:
 		if rapid.IntRange(0, 19).Draw(w.t, "export fails") == 0 {
 			return Opened{a.Handoff, a.Rank, errors.New("refused")}
@@ -267,7 +338,7 @@ func (w *world) act(n *node, action Action) Event {
 			}
 		}
 		tag := fmt.Sprint("tag", a.Transfer)
-		f.lives = w.lives(blocks)
+		f.lives = w.lives(w.d, blocks)
 		w.tags[tag] = f
 		w.flows = append(w.flows, f)
 		return Expected{Transfer: a.Transfer, Tag: []byte(tag)}
@@ -292,19 +363,26 @@ func (w *world) start(f *flow, copies []layout.Copy) {
 			blocks = append(blocks, w.block(f.rank, c.Dst+i))
 		}
 	}
-	f.lives = w.lives(blocks)
+	f.lives = w.lives(w.d, blocks)
+	f.flips = -1
+	if w.verify == VerifyAll && rapid.IntRange(0, 9).Draw(w.t, "flips a byte") == 0 {
+		f.flips = rapid.IntRange(0, len(f.todo)-1).Draw(w.t, "byte")
+	}
 	w.flows = append(w.flows, f)
 }
 
 // block is the block at an offset of a decode rank.
 func (w *world) block(rank int, off int64) int32 {
+	if s := w.d.sums[rank]; off >= s.Off {
+		return int32((off - s.Off) / s.BlockBytes)
+	}
 	return int32(off / w.geometry.BlockBytes(w.d.holdings[rank]))
 }
 
-func (w *world) lives(blocks []int32) map[int32]uint32 {
+func (w *world) lives(n *node, blocks []int32) map[int32]uint32 {
 	lives := map[int32]uint32{}
 	for _, id := range blocks {
-		lives[id] = w.d.pool.Generation(id)
+		lives[id] = n.pool.Generation(id)
 	}
 	return lives
 }
@@ -320,7 +398,7 @@ func (w *world) offer(a Offer) {
 				ID: a.ID, Prompt: w.prompts[a.ID], Generated: wire.Tokens{first},
 				Source: wire.Source{Ranks: w.ranks(w.p), Export: *a.Export},
 			},
-			Capacity: len(w.prompts[a.ID]) + more, Template: w.template(),
+			Capacity: len(w.prompts[a.ID]) + more, Template: w.template(w.geometry), Checksums: w.template(w.sums()),
 		})
 	})
 }
@@ -353,7 +431,7 @@ func (w *world) coordinate(n *node, message wire.Message) {
 		w.toP = append(w.toP, func() {
 			w.step(w.p, Push{Message: &wire.SendKV{
 				ID: m.ID, Handoff: x.Handoff, CachedBlocks: m.CachedBlocks, Blocks: m.Blocks, Tag: m.Tag, Ranks: w.ranks(w.d),
-			}, Template: w.template()})
+			}, Template: w.template(w.geometry), Checksums: w.template(w.sums())})
 		})
 	case *wire.KVReadDone:
 		release(m.ID)
@@ -361,6 +439,9 @@ func (w *world) coordinate(n *node, message wire.Message) {
 		if n == w.p {
 			w.toD = append(w.toD, func() { w.step(w.d, Abort{m.ID}) })
 			return
+		}
+		if m.Code == wire.CodeCorrupt && (!w.flipped || !m.Retryable || !m.SourceSafe) {
+			w.t.Fatalf("unexpected: %+v", m)
 		}
 		w.ends(m.ID)
 		if m.SourceSafe {
@@ -418,7 +499,11 @@ func (w *world) bytes(f *flow, n int) {
 			w.t.Fatalf("%s %d writes block %d, which was given to somebody else", f.kind, f.number, id)
 		}
 		f.dst[to] = f.src[from]
+		if i == f.flips {
+			f.dst[to], w.flipped = cell{"flipped", -1}, true
+		}
 	}
+	f.flips -= n
 	f.todo, f.expected = f.todo[n:], f.expected[n:]
 }
 
@@ -510,7 +595,7 @@ func (w *world) abandon() {
 // drain lets everything come to an end and looks for what is left.
 func (w *world) drain() {
 	for range 1000 {
-		if len(w.toD)+len(w.toP)+len(w.flows)+len(w.d.tables) == 0 && len(w.d.core.queue) == 0 && len(w.p.core.exports) == 0 {
+		if len(w.toD)+len(w.toP)+len(w.flows)+len(w.d.tables)+len(w.d.work)+len(w.p.work) == 0 && len(w.d.core.queue) == 0 && len(w.p.core.exports) == 0 {
 			break
 		}
 		for _, queue := range []*[]func(){&w.toD, &w.toP} {
@@ -530,7 +615,14 @@ func (w *world) drain() {
 				w.settle(f, Settled{Transfer: f.number, Err: errors.New("cancelled"), Safe: true})
 			}
 		}
-		w.verify()
+		for _, n := range []*node{w.p, w.d} {
+			work := n.work
+			n.work = nil
+			for _, do := range work {
+				w.step(n, do())
+			}
+		}
+		w.check()
 		for _, r := range w.d.tables {
 			r.table.Close()
 		}
@@ -539,7 +631,7 @@ func (w *world) drain() {
 		w.step(w.p, Poll{})
 		w.step(w.d, Poll{})
 	}
-	w.verify()
+	w.check()
 	for name, n := range map[string]*node{"prefill": w.p, "decode": w.d} {
 		if s := n.pool.Stats(); s.InUse != 0 || s.Pinned != 0 || s.Promised != 0 {
 			w.t.Errorf("%s keeps %+v, %+v", name, s, n.core.Stats())

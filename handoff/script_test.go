@@ -21,6 +21,7 @@ type side struct {
 	pool    *kvcache.Pool
 	core    *Core
 	layout  []layout.Holding
+	sums    []Checksums
 	running map[string]*kvcache.Table // of a scheduler that shares the pool
 	offers  map[uint64]*wire.Export
 	ready   map[uint64]*wire.KVTransferReady
@@ -42,8 +43,9 @@ func TestScripts(t *testing.T) {
 	})
 }
 
-// engines makes both sides: "engines [push] [blocks=8] [prefill-tp=1] [decode-tp=1] [timeout=30s]". A
-// block has 4 tokens of 4 heads of one byte.
+// engines makes both sides: "engines [push] [blocks=8] [prefill-tp=1] [decode-tp=1] [timeout=30s] [verify=off]". A
+// block has 4 tokens of 4 heads of one byte; with verify=all or verify=sample its checksums are of 4 tokens
+// each.
 func (s *script) engines(a args) string {
 	s.geometry = layout.Geometry{BlockSize: 4, Layers: 1, KVHeads: 4, HeadDim: 1, Planes: 1, ElementBytes: 1}
 	s.p = s.side("P", a, a.int("prefill-tp", 1))
@@ -61,15 +63,23 @@ func (s *script) side(name string, a args, tp int) *side {
 		s.t.Fatal(err)
 	}
 	var sizes []int64
+	var sums []Checksums
 	for _, h := range holdings {
-		sizes = append(sizes, s.geometry.BlockBytes(h))
+		size := s.geometry.BlockBytes(h)
+		sizes = append(sizes, size)
+		if a.has("verify") {
+			sums = append(sums, Checksums{Off: size * int64(a.int("blocks", 8)), BlockBytes: s.geometry.Checksums(4).BlockBytes(h)})
+		}
 	}
-	core, err := New(Config{Pool: pool, BlockBytes: sizes, Push: a.has("push"), Timeout: a.duration("timeout")})
+	core, err := New(Config{
+		Pool: pool, BlockBytes: sizes, Push: a.has("push"), Timeout: a.duration("timeout"),
+		Verify: Verification(a.text("verify")), Checksums: sums,
+	})
 	if err != nil {
 		s.t.Fatal(err)
 	}
 	return &side{
-		name: name, pool: pool, core: core, layout: holdings, running: map[string]*kvcache.Table{},
+		name: name, pool: pool, core: core, layout: holdings, sums: sums, running: map[string]*kvcache.Table{},
 		offers: map[uint64]*wire.Export{}, ready: map[uint64]*wire.KVTransferReady{},
 		imports: map[uint64]*wire.SubmitRequestWithKV{},
 	}
@@ -108,6 +118,8 @@ func (s *script) command(e *side, name string, a args) string {
 			ID: id, Table: s.compute(e, a.text("prompt")), Tokens: a.int("tokens", len(a.text("prompt"))),
 			Capability: []byte("secret" + strconv.Itoa(int(id))), Lease: a.duration("lease"),
 		})
+	case "sealed":
+		return s.step(e, Sealed{Handoff: uint64(a.int("handoff", 1)), Rank: a.int("rank", 0)})
 	case "opened":
 		return s.step(e, Opened{Handoff: uint64(a.int("handoff", 1)), Rank: a.int("rank", 0), Err: a.err()})
 	case "push":
@@ -128,6 +140,8 @@ func (s *script) command(e *side, name string, a args) string {
 		return s.step(e, Settled{
 			Transfer: uint64(a.int("transfer", 1)), Err: a.err(), Safe: !a.has("unsafe"), Bytes: int64(a.int("bytes", 0)),
 		})
+	case "verified":
+		return s.step(e, Verified{Transfer: uint64(a.int("transfer", 1)), Err: a.err()})
 	case "abort":
 		return s.step(e, Abort{id})
 	case "abandon":
@@ -184,18 +198,27 @@ func tokens(text string) []int32 {
 	return ids
 }
 
-func (s *script) template(from, to *side) *layout.Template {
-	template, err := layout.Compile(s.geometry, from.layout, to.layout)
+func (s *script) template(from, to *side) (blocks, sums *layout.Template) {
+	blocks, err := layout.Compile(s.geometry, from.layout, to.layout)
 	if err != nil {
 		s.t.Fatal(err)
 	}
-	return template
+	if from.sums != nil {
+		if sums, err = layout.Compile(s.geometry.Checksums(4), from.layout, to.layout); err != nil {
+			s.t.Fatal(err)
+		}
+	}
+	return blocks, sums
 }
 
 func ranks(e *side) []wire.RankInfo {
 	var infos []wire.RankInfo
 	for rank := range e.layout {
-		infos = append(infos, wire.RankInfo{Rank: rank, Transport: []byte(e.name + strconv.Itoa(rank))})
+		info := wire.RankInfo{Rank: rank, Transport: []byte(e.name + strconv.Itoa(rank))}
+		if e.sums != nil {
+			info.Checksums = e.sums[rank].Off
+		}
+		infos = append(infos, info)
 	}
 	return infos
 }
@@ -215,10 +238,12 @@ func (s *script) importEvent(id uint64, a args) Import {
 	if a.has("generations") {
 		m.Source.Export.Generations = m.Source.Export.Generations[:a.int("generations", 0)]
 	}
-	return Import{
-		Message: m, Capacity: a.int("capacity", len(m.Prompt)+4), Version: uint64(a.int("version", 0)),
-		Template: s.template(s.p, s.d),
+	if a.has("no-checksums") {
+		m.Source.Ranks[0].Checksums = 0
 	}
+	e := Import{Message: m, Capacity: a.int("capacity", len(m.Prompt)+4), Version: uint64(a.int("version", 0))}
+	e.Template, e.Checksums = s.template(s.p, s.d)
+	return e
 }
 
 // pushEvent is what the coordinator makes of decode's readiness.
@@ -234,7 +259,9 @@ func (s *script) pushEvent(id uint64, a args) Push {
 	if a.has("tag") {
 		m.Tag = []byte(a.text("tag"))
 	}
-	return Push{Message: m, Template: s.template(s.p, s.d)}
+	e := Push{Message: m}
+	e.Template, e.Checksums = s.template(s.p, s.d)
+	return e
 }
 
 func (s *script) step(e *side, event Event) string {
@@ -250,6 +277,10 @@ func (s *script) step(e *side, event Event) string {
 
 func (s *script) describe(e *side, action Action) string {
 	switch a := action.(type) {
+	case Seal:
+		return fmt.Sprintf("seal handoff=%d rank=%d blocks=%v", a.Handoff, a.Rank, a.Blocks)
+	case Verify:
+		return fmt.Sprintf("verify transfer=%d rank=%d blocks=%v", a.Transfer, a.Rank, a.Blocks)
 	case OpenExport:
 		return fmt.Sprintf("open-export handoff=%d rank=%d capability=%s ranges=%v", a.Handoff, a.Rank, a.Capability, a.Ranges)
 	case Offer:

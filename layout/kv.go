@@ -87,6 +87,13 @@ func (g Geometry) BlockBytes(h Holding) int64 {
 	return int64(h.Layers) * int64(g.Planes) * int64(h.Heads) * g.headBytes()
 }
 
+// Checksums is the geometry of the blocks' checksums: 64 bits for each tile of so many tokens of a head, which is
+// contiguous, in the order in which the tiles lie in a block. BlockSize must be a multiple of tile. They are
+// moved from one layout to another as the blocks are.
+func (g Geometry) Checksums(tile int) Geometry {
+	return Geometry{BlockSize: g.BlockSize / tile, Layers: g.Layers, KVHeads: g.KVHeads, HeadDim: 1, Planes: g.Planes, ElementBytes: 8}
+}
+
 // headBytes is the contiguous run of one head of one plane of one layer.
 func (g Geometry) headBytes() int64 {
 	return int64(g.BlockSize) * int64(g.HeadDim) * int64(g.ElementBytes)

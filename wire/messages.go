@@ -94,6 +94,8 @@ type Geometry struct {
 	KVDType   string
 	VocabSize int
 	MaxSeqLen int // longest sequence the engine serves; the pair serves the smaller
+	// VerifyHandoff says which blocks' checksums are compared after a handoff: "off" (or empty), "sample", "all".
+	VerifyHandoff string
 }
 
 // RegisterRole announces an engine: one data-parallel group of a shard.
@@ -116,6 +118,8 @@ type RegisterRole struct {
 type RankInfo struct {
 	Rank      int
 	Transport []byte
+	// Checksums is where in the rank's memory the checksums of its blocks begin. 0: it keeps none.
+	Checksums int64
 }
 
 // RegisterRoleAck confirms a registration (Error empty) or refuses it with the reason.

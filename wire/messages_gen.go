@@ -460,8 +460,8 @@ func (z *Export) Msgsize() (s int) {
 // MarshalMsg implements msgp.Marshaler
 func (z *Geometry) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
-	// array header, size 9
-	o = append(o, 0x99)
+	// array header, size 10
+	o = append(o, 0x9a)
 	o = msgp.AppendString(o, z.Model)
 	o = msgp.AppendInt(o, z.BlockSize)
 	o = msgp.AppendInt(o, z.Layers)
@@ -471,6 +471,7 @@ func (z *Geometry) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.AppendString(o, z.KVDType)
 	o = msgp.AppendInt(o, z.VocabSize)
 	o = msgp.AppendInt(o, z.MaxSeqLen)
+	o = msgp.AppendString(o, z.VerifyHandoff)
 	return
 }
 
@@ -555,6 +556,14 @@ func (z *Geometry) UnmarshalMsg(bts []byte) (o []byte, err error) {
 		if zb0001--; zb0001 == 0 {
 			break
 		}
+		z.VerifyHandoff, bts, err = msgp.ReadStringBytes(bts)
+		if err != nil {
+			err = msgp.WrapError(err, "VerifyHandoff")
+			return
+		}
+		if zb0001--; zb0001 == 0 {
+			break
+		}
 		for ; zb0001 > 0; zb0001-- {
 			bts, err = msgp.Skip(bts)
 			if err != nil {
@@ -569,7 +578,7 @@ func (z *Geometry) UnmarshalMsg(bts []byte) (o []byte, err error) {
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *Geometry) Msgsize() (s int) {
-	s = 1 + msgp.StringPrefixSize + len(z.Model) + msgp.IntSize + msgp.IntSize + msgp.IntSize + msgp.IntSize + msgp.IntSize + msgp.StringPrefixSize + len(z.KVDType) + msgp.IntSize + msgp.IntSize
+	s = 1 + msgp.StringPrefixSize + len(z.Model) + msgp.IntSize + msgp.IntSize + msgp.IntSize + msgp.IntSize + msgp.IntSize + msgp.StringPrefixSize + len(z.KVDType) + msgp.IntSize + msgp.IntSize + msgp.StringPrefixSize + len(z.VerifyHandoff)
 	return
 }
 
@@ -801,10 +810,11 @@ func (z *Pause) Msgsize() (s int) {
 // MarshalMsg implements msgp.Marshaler
 func (z *RankInfo) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
-	// array header, size 2
-	o = append(o, 0x92)
+	// array header, size 3
+	o = append(o, 0x93)
 	o = msgp.AppendInt(o, z.Rank)
 	o = msgp.AppendBytes(o, z.Transport)
+	o = msgp.AppendInt64(o, z.Checksums)
 	return
 }
 
@@ -833,6 +843,14 @@ func (z *RankInfo) UnmarshalMsg(bts []byte) (o []byte, err error) {
 		if zb0001--; zb0001 == 0 {
 			break
 		}
+		z.Checksums, bts, err = msgp.ReadInt64Bytes(bts)
+		if err != nil {
+			err = msgp.WrapError(err, "Checksums")
+			return
+		}
+		if zb0001--; zb0001 == 0 {
+			break
+		}
 		for ; zb0001 > 0; zb0001-- {
 			bts, err = msgp.Skip(bts)
 			if err != nil {
@@ -847,7 +865,7 @@ func (z *RankInfo) UnmarshalMsg(bts []byte) (o []byte, err error) {
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *RankInfo) Msgsize() (s int) {
-	s = 1 + msgp.IntSize + msgp.BytesPrefixSize + len(z.Transport)
+	s = 1 + msgp.IntSize + msgp.BytesPrefixSize + len(z.Transport) + msgp.Int64Size
 	return
 }
 
@@ -868,10 +886,11 @@ func (z *RegisterRole) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.AppendString(o, z.Transport)
 	o = msgp.AppendArrayHeader(o, uint32(len(z.Ranks)))
 	for za0001 := range z.Ranks {
-		// array header, size 2
-		o = append(o, 0x92)
+		// array header, size 3
+		o = append(o, 0x93)
 		o = msgp.AppendInt(o, z.Ranks[za0001].Rank)
 		o = msgp.AppendBytes(o, z.Ranks[za0001].Transport)
+		o = msgp.AppendInt64(o, z.Ranks[za0001].Checksums)
 	}
 	o = msgp.AppendInt(o, z.Requests)
 	o = msgp.AppendInt(o, z.Blocks)
@@ -972,6 +991,14 @@ func (z *RegisterRole) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				if zb0003--; zb0003 == 0 {
 					break
 				}
+				z.Ranks[zb0001].Checksums, bts, err = msgp.ReadInt64Bytes(bts)
+				if err != nil {
+					err = msgp.WrapError(err, "Ranks", zb0001, "Checksums")
+					return
+				}
+				if zb0003--; zb0003 == 0 {
+					break
+				}
 				for ; zb0003 > 0; zb0003-- {
 					bts, err = msgp.Skip(bts)
 					if err != nil {
@@ -1032,7 +1059,7 @@ func (z *RegisterRole) UnmarshalMsg(bts []byte) (o []byte, err error) {
 func (z *RegisterRole) Msgsize() (s int) {
 	s = 1 + msgp.StringPrefixSize + len(z.Role) + msgp.StringPrefixSize + len(z.Name) + msgp.Uint64Size + msgp.StringPrefixSize + len(z.Model) + z.Geometry.Msgsize() + msgp.StringPrefixSize + len(z.Transport) + msgp.ArrayHeaderSize
 	for zb0001 := range z.Ranks {
-		s += 1 + msgp.IntSize + msgp.BytesPrefixSize + len(z.Ranks[zb0001].Transport)
+		s += 1 + msgp.IntSize + msgp.BytesPrefixSize + len(z.Ranks[zb0001].Transport) + msgp.Int64Size
 	}
 	s += msgp.IntSize + msgp.IntSize + msgp.IntSize + msgp.Uint64Size
 	return
@@ -1854,10 +1881,11 @@ func (z *SendKV) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.AppendBytes(o, z.Tag)
 	o = msgp.AppendArrayHeader(o, uint32(len(z.Ranks)))
 	for za0001 := range z.Ranks {
-		// array header, size 2
-		o = append(o, 0x92)
+		// array header, size 3
+		o = append(o, 0x93)
 		o = msgp.AppendInt(o, z.Ranks[za0001].Rank)
 		o = msgp.AppendBytes(o, z.Ranks[za0001].Transport)
+		o = msgp.AppendInt64(o, z.Ranks[za0001].Checksums)
 	}
 	o = msgp.AppendUint64(o, z.Reader)
 	return
@@ -1947,6 +1975,14 @@ func (z *SendKV) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				if zb0003--; zb0003 == 0 {
 					break
 				}
+				z.Ranks[zb0001].Checksums, bts, err = msgp.ReadInt64Bytes(bts)
+				if err != nil {
+					err = msgp.WrapError(err, "Ranks", zb0001, "Checksums")
+					return
+				}
+				if zb0003--; zb0003 == 0 {
+					break
+				}
 				for ; zb0003 > 0; zb0003-- {
 					bts, err = msgp.Skip(bts)
 					if err != nil {
@@ -1983,7 +2019,7 @@ func (z *SendKV) UnmarshalMsg(bts []byte) (o []byte, err error) {
 func (z *SendKV) Msgsize() (s int) {
 	s = 1 + msgp.Uint64Size + msgp.Uint64Size + msgp.IntSize + z.Blocks.Msgsize() + msgp.BytesPrefixSize + len(z.Tag) + msgp.ArrayHeaderSize
 	for zb0001 := range z.Ranks {
-		s += 1 + msgp.IntSize + msgp.BytesPrefixSize + len(z.Ranks[zb0001].Transport)
+		s += 1 + msgp.IntSize + msgp.BytesPrefixSize + len(z.Ranks[zb0001].Transport) + msgp.Int64Size
 	}
 	s += msgp.Uint64Size
 	return
@@ -2077,10 +2113,11 @@ func (z *Source) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.AppendUint64(o, z.Incarnation)
 	o = msgp.AppendArrayHeader(o, uint32(len(z.Ranks)))
 	for za0001 := range z.Ranks {
-		// array header, size 2
-		o = append(o, 0x92)
+		// array header, size 3
+		o = append(o, 0x93)
 		o = msgp.AppendInt(o, z.Ranks[za0001].Rank)
 		o = msgp.AppendBytes(o, z.Ranks[za0001].Transport)
+		o = msgp.AppendInt64(o, z.Ranks[za0001].Checksums)
 	}
 	o, err = z.Export.MarshalMsg(o)
 	if err != nil {
@@ -2150,6 +2187,14 @@ func (z *Source) UnmarshalMsg(bts []byte) (o []byte, err error) {
 				if zb0003--; zb0003 == 0 {
 					break
 				}
+				z.Ranks[zb0001].Checksums, bts, err = msgp.ReadInt64Bytes(bts)
+				if err != nil {
+					err = msgp.WrapError(err, "Ranks", zb0001, "Checksums")
+					return
+				}
+				if zb0003--; zb0003 == 0 {
+					break
+				}
 				for ; zb0003 > 0; zb0003-- {
 					bts, err = msgp.Skip(bts)
 					if err != nil {
@@ -2186,7 +2231,7 @@ func (z *Source) UnmarshalMsg(bts []byte) (o []byte, err error) {
 func (z *Source) Msgsize() (s int) {
 	s = 1 + msgp.StringPrefixSize + len(z.Engine) + msgp.Uint64Size + msgp.ArrayHeaderSize
 	for zb0001 := range z.Ranks {
-		s += 1 + msgp.IntSize + msgp.BytesPrefixSize + len(z.Ranks[zb0001].Transport)
+		s += 1 + msgp.IntSize + msgp.BytesPrefixSize + len(z.Ranks[zb0001].Transport) + msgp.Int64Size
 	}
 	s += z.Export.Msgsize()
 	return
