@@ -32,6 +32,7 @@ type attempt struct {
 	prompt  []int32
 	stop    int32 // the token that ends it early; -1: none
 	try     int
+	probe   bool // sent when all was quiet
 
 	tokens  []int32
 	version uint64  // of the weights that explain the tokens so far
@@ -238,7 +239,7 @@ func (c *client) receive(m wire.Message) {
 		}
 		c.again(a)
 	default:
-		c.w.fail("%s got %s", c.name, describe(m))
+		c.w.fail("%s got %s", c.name, told{m})
 	}
 }
 
@@ -391,9 +392,13 @@ func (c *client) cut() {
 	}
 }
 
-// pause stops the fleet for d.
-func (c *client) pause(d time.Duration) {
+// pause stops the fleet for d, and suspends it in between if asked to.
+func (c *client) pause(d time.Duration, suspend bool) {
 	c.send(&wire.Pause{})
+	if suspend {
+		c.w.after(d/4, func() { c.send(&wire.Suspend{}) })
+		c.w.after(d/2, func() { c.send(&wire.Resume{}) })
+	}
 	c.w.after(d, func() { c.send(&wire.Unpause{}) })
 }
 

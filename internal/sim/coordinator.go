@@ -32,11 +32,13 @@ type overtaking struct {
 }
 
 // What the coordinator is told to bear: how long requests wait for an engine that is not there, how many
-// failures and deaths in a row end one, how long a reader of a dead source may take to say what it has.
+// failures and deaths in a row end one, how long a reader of a dead source may take to say what it has, how
+// long an engine may take to leave.
 const (
 	wait    = 150 * time.Millisecond
 	bears   = 3
 	verdict = 100 * time.Millisecond
+	drain   = 60 * time.Millisecond
 )
 
 func (w *world) startCoordinator() error {
@@ -45,7 +47,7 @@ func (w *world) startCoordinator() error {
 		return err
 	}
 	core, err := coordinator.New(coordinator.Config{
-		Incarnation: w.rng.Uint64() | 1, Policy: policy, IndexEntries: 64, Wait: wait, Attempts: bears, Verdict: verdict,
+		Incarnation: w.rng.Uint64() | 1, Policy: policy, IndexEntries: 4096, Wait: wait, Attempts: bears, Verdict: verdict, DrainWait: drain,
 	})
 	if err != nil {
 		return err
@@ -111,7 +113,7 @@ func (c *coordinatorLife) step(k *link, ev coordinator.Event) {
 		case coordinator.Send:
 			to := c.links[a.Peer]
 			if to == nil {
-				c.w.log("coordinator: %s for a connection that ended", describe(a.Message))
+				c.w.log("coordinator: %s for a connection that ended", told{a.Message})
 				continue
 			}
 			c.sends(from, to, a.Message)
@@ -135,6 +137,12 @@ func (c *coordinatorLife) step(k *link, ev coordinator.Event) {
 func (c *coordinatorLife) ended(s *coordinator.Summary) {
 	a := c.w.named(s.Client, s.ClientID)
 	c.leave(a)
+	if a.probe {
+		c.checkProbe(a, s)
+	}
+	c.w.counts.Takeovers += s.Takeovers
+	c.w.counts.Reruns += s.Reruns
+	c.w.counts.Evictions += s.Evictions
 	switch s.Outcome {
 	case wire.FinishAbort, wire.FinishLength, wire.FinishStop:
 		return
@@ -267,6 +275,18 @@ func (c *coordinatorLife) checkOwner(from *life, to *link, results []wire.Result
 func (c *coordinatorLife) over(to *link, id uint64) {
 	if a := c.w.asked(to, id); a != nil {
 		c.leave(a)
+	}
+}
+
+// checkProbe makes sure that the coordinator knew what the engine of its choice had cached. When that is the
+// whole prompt, the engine still computes its last block.
+func (c *coordinatorLife) checkProbe(a *attempt, s *coordinator.Summary) {
+	cached := s.PredictedTokens
+	if size := c.w.script.Fleet.BlockSize; cached == len(a.prompt) {
+		cached -= size
+	}
+	if s.Outcome != wire.FinishLength && s.Outcome != wire.FinishStop || s.CachedTokens != cached {
+		c.w.fail("%v, asked when all was quiet, was predicted to find %d of %d tokens cached: %+v", a, s.PredictedTokens, len(a.prompt), s)
 	}
 }
 

@@ -88,6 +88,7 @@ type life struct {
 	phase   phase
 	passing bool
 	ticking bool
+	leaving time.Duration // it said DISCONNECT, and another starts so long after its end; 0: it stays
 
 	transfers   map[uint64]*flow
 	generations []uint32 // of each block, when it was last looked at
@@ -113,7 +114,7 @@ func (s *seat) start() {
 	}
 	core, err := engine.NewCore(engine.CoreConfig{
 		Name: s.name, Role: s.role, MaxRequests: f.MaxRequests, MaxTokens: f.MaxTokens, MaxSeqLen: maxSeqLen,
-		Vocabulary: vocabulary, BlockSize: f.BlockSize, Blocks: blocks, Version: w.version,
+		Vocabulary: vocabulary, BlockSize: f.BlockSize, Blocks: blocks, Version: w.version, Continuation: f.Continuation,
 		BlockBytes: l.memory.blockBytes(), Template: s.template, Push: f.Push, Timeout: transferTimeout,
 		Secret: binary.LittleEndian.AppendUint64(nil, l.birth),
 	})
@@ -177,22 +178,21 @@ func (s *seat) cut() {
 	}
 }
 
-// leave ends the process in an orderly way; another one starts after d.
+// leave lets the process end in an orderly way, when the coordinator has let it go; another one starts d
+// after that.
 func (s *seat) leave(d time.Duration) {
 	l := s.life
 	if l == nil {
 		return
 	}
-	if l.frozen || l.link == nil || l.phase != serving {
-		s.crash(d)
-		return
-	}
-	l.link.up(&wire.Disconnect{Reason: "the engine stops"})
-	l.dead = true
-	s.life = nil
-	l.link.peerCloses(false)
-	s.w.fabric.died(s.w, l)
-	s.w.after(d, s.start)
+	l.later(0, func() {
+		if l.link == nil || l.phase != serving {
+			s.crash(d)
+			return
+		}
+		l.leaving = d
+		l.link.up(&wire.Disconnect{Reason: "the engine stops"})
+	})
 }
 
 // deliver lets something happen inside the process, as soon as it runs.
@@ -239,7 +239,7 @@ func (l *life) register(k *link) {
 			Model: "simulated", BlockSize: f.BlockSize, Layers: layers, KVHeads: heads, HeadDim: 1, Planes: 1,
 			VocabSize: vocabulary, MaxSeqLen: maxSeqLen,
 		},
-		Requests: f.MaxRequests, Blocks: len(l.clean), MaxTokens: f.MaxTokens, WeightVersion: l.version,
+		Requests: f.MaxRequests, Blocks: len(l.clean) + f.Promise, MaxTokens: f.MaxTokens, WeightVersion: l.version,
 	}
 	for rank := range l.memory.ranks {
 		r.Ranks = append(r.Ranks, wire.RankInfo{Rank: rank, Transport: descriptor(l, rank)})
@@ -257,11 +257,11 @@ func (l *life) receive(k *link, m wire.Message) {
 			l.seat.crash(10*time.Millisecond + l.w.within(20*time.Millisecond))
 		case l.phase == registering && ok:
 			l.phase = serving
+			l.step(engine.Registered{})
 			for _, t := range l.waiting {
 				l.later(0, func() { l.settled(t) })
 			}
 			l.waiting = nil
-			l.pump()
 		case l.phase == serving:
 			l.step(engine.Received{Message: m})
 		}
@@ -274,6 +274,10 @@ func (l *life) lost(k *link) {
 			return
 		}
 		l.w.log("%v: its connection ended", l)
+		if l.leaving > 0 {
+			l.seat.crash(l.leaving)
+			return
+		}
 		l.link = nil
 		if l.phase == serving {
 			l.phase = abandoning
@@ -386,8 +390,4 @@ func (l *life) look() {
 	if n := l.core.Load().Handoff.Stale; n > 0 {
 		l.w.fail("%v: %d handoffs found blocks of theirs with somebody else", l, n)
 	}
-}
-
-func describe(m wire.Message) string {
-	return fmt.Sprintf("%s %+v", m.Header(), m)
 }

@@ -90,7 +90,7 @@ func (w *world) place(d []byte) (*life, int) {
 // order carries out one order of an engine's handoff and answers what can be answered at once.
 func (f *fabric) order(l *life, action handoff.Action) handoff.Event {
 	w := l.w
-	w.log("%v: %s", l, describeOrder(action))
+	w.log("%v: %s", l, ordered{action})
 	switch a := action.(type) {
 	case handoff.OpenExport:
 		if f.exports == nil {
@@ -486,5 +486,3 @@ func (t *flow) checkBlocks(l *life, blocks []touch, how string) {
 		}
 	}
 }
-
-func describeOrder(a handoff.Action) string { return fmt.Sprintf("%T %+v", a, a) }

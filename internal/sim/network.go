@@ -73,7 +73,7 @@ func (k *link) up(m wire.Message) {
 	k.upAt = max(k.upAt, k.w.now+int64(k.w.hop()))
 	k.w.at(k.upAt, func() {
 		if m != nil && k.coordOpen && !(k.cut && k.w.now > k.upEnd) {
-			k.w.log("%v -> coordinator: %s", k.peer, describe(m))
+			k.w.log("%v -> coordinator: %s", k.peer, told{m})
 			k.coord.receive(k, m)
 		}
 	})
@@ -88,7 +88,7 @@ func (k *link) down(m wire.Message) {
 	k.downAt = max(k.downAt, k.w.now+int64(k.w.hop()))
 	k.w.at(k.downAt, func() {
 		if m != nil && k.peerOpen && !(k.cut && k.w.now > k.downEnd) {
-			k.w.log("coordinator -> %v: %s", k.peer, describe(m))
+			k.w.log("coordinator -> %v: %s", k.peer, told{m})
 			k.peer.receive(k, m)
 		}
 	})
@@ -98,13 +98,13 @@ func (k *link) down(m wire.Message) {
 func (w *world) travel(m wire.Message) wire.Message {
 	b, err := m.MarshalMsg(w.buffer[:0])
 	if err != nil {
-		w.fail("%s cannot be encoded: %v", describe(m), err)
+		w.fail("%s cannot be encoded: %v", told{m}, err)
 		return nil
 	}
 	w.buffer = b
 	arrived := reflect.New(reflect.TypeOf(m).Elem()).Interface().(wire.Message)
 	if _, err := arrived.UnmarshalMsg(b); err != nil {
-		w.fail("%s cannot be decoded: %v", describe(m), err)
+		w.fail("%s cannot be decoded: %v", told{m}, err)
 		return nil
 	}
 	return arrived

@@ -30,6 +30,8 @@ type Fleet struct {
 	BlockSize             int
 	PrefillBlocks         int // of each engine's pool
 	DecodeBlocks          int // likewise; of colocated engines too
+	Continuation          int // blocks that engines set aside for new tokens; 0: all that may be needed
+	Promise               int // blocks that engines announce beyond those they have
 	MaxRequests           int
 	MaxTokens             int
 	PrefillTP, PrefillPP  int
@@ -59,9 +61,10 @@ const (
 	Crash   = "crash"   // an engine, client or the coordinator dies, and another one starts
 	Freeze  = "freeze"  // an engine stops (SIGSTOP) and goes on later
 	Cut     = "cut"     // a connection to the coordinator breaks
-	Leave   = "leave"   // an engine says DISCONNECT and ends
+	Leave   = "leave"   // an engine says DISCONNECT, and ends when it is let go
 	Upgrade = "upgrade" // all engines restart with other weights
 	Pause   = "pause"   // a client pauses the fleet, and unpauses it
+	Suspend = "suspend" // it suspends the paused fleet in between
 )
 
 // Fault is something that goes wrong. Whom it befalls is an engine ("prefill1"), a client ("client0"),
@@ -114,6 +117,9 @@ func (g generator) fleet() Fleet {
 	f.MaxTokens = f.MaxRequests + g.IntN(24)
 	f.PrefillBlocks = (longestContext+f.BlockSize-1)/f.BlockSize + g.IntN(60/f.BlockSize)
 	f.DecodeBlocks = (longestContext+f.BlockSize-1)/f.BlockSize + g.IntN(60/f.BlockSize)
+	if g.IntN(2) == 0 {
+		f.Continuation, f.Promise = 1+g.IntN(2), g.IntN(80/f.BlockSize)
+	}
 	f.Fail, f.Hang, f.Unsafe = g.one(0, 0, 50, 200), g.one(0, 0, 30), g.one(0, 300, 700)
 	return f
 }
@@ -164,16 +170,16 @@ func (g generator) fault(f Fleet, span time.Duration) Fault {
 		x.Kind, x.Who = Cut, g.engine(f)
 	case n < 14:
 		x.Kind, x.Who = Cut, g.client(f)
-	case n < 15:
-		x.Kind, x.Who = Leave, g.engine(f)
 	case n < 16:
+		x.Kind, x.Who = Leave, g.engine(f)
+	case n < 17:
 		x.Kind, x.Who = Crash, "coordinator"
 	case n < 18:
 		x.Kind, x.Who = Crash, g.client(f)
 	case n < 19:
 		x.Kind, x.Who = Upgrade, "fleet"
 	default:
-		x.Kind, x.Who = Pause, "fleet"
+		x.Kind, x.Who = []string{Pause, Suspend}[g.IntN(2)], "fleet"
 	}
 	x.For = 1*time.Millisecond + g.within(time.Duration(g.one(5, 40, 300))*time.Millisecond)
 	return x
@@ -203,9 +209,9 @@ func (s Script) String() string {
 	f := s.Fleet
 	fmt.Fprintf(&b, "seed %d\n", s.Seed)
 	fmt.Fprintf(&b, "fleet prefill=%d decode=%d both=%d policy=%s push=%t shared=%t block-size=%d prefill-blocks=%d decode-blocks=%d"+
-		" max-requests=%d max-tokens=%d prefill-tp=%d prefill-pp=%d decode-tp=%d decode-pp=%d clients=%d fail=%d hang=%d unsafe=%d\n",
+		" continuation=%d promise=%d max-requests=%d max-tokens=%d prefill-tp=%d prefill-pp=%d decode-tp=%d decode-pp=%d clients=%d fail=%d hang=%d unsafe=%d\n",
 		f.Prefill, f.Decode, f.Both, f.Policy, f.Push, f.Shared, f.BlockSize, f.PrefillBlocks, f.DecodeBlocks,
-		f.MaxRequests, f.MaxTokens, f.PrefillTP, f.PrefillPP, f.DecodeTP, f.DecodePP, f.Clients, f.Fail, f.Hang, f.Unsafe)
+		f.Continuation, f.Promise, f.MaxRequests, f.MaxTokens, f.PrefillTP, f.PrefillPP, f.DecodeTP, f.DecodePP, f.Clients, f.Fail, f.Hang, f.Unsafe)
 	for _, r := range s.Requests {
 		fmt.Fprintf(&b, "request at=%v client=%d family=%d shared=%d tail=%d own=%d max=%d stop=%d salt=%d logprobs=%t abort=%v\n",
 			r.At, r.Client, r.Family, r.Shared, r.Tail, r.Own, r.Max, r.Stop, r.Salt, r.Logprobs, r.Abort)
@@ -262,7 +268,7 @@ func (f *Fleet) fields() map[string]any {
 	return map[string]any{
 		"prefill": &f.Prefill, "decode": &f.Decode, "both": &f.Both, "policy": &f.Policy, "push": &f.Push, "shared": &f.Shared,
 		"block-size": &f.BlockSize, "prefill-blocks": &f.PrefillBlocks, "decode-blocks": &f.DecodeBlocks,
-		"max-requests": &f.MaxRequests, "max-tokens": &f.MaxTokens, "prefill-tp": &f.PrefillTP, "prefill-pp": &f.PrefillPP,
+		"continuation": &f.Continuation, "promise": &f.Promise, "max-requests": &f.MaxRequests, "max-tokens": &f.MaxTokens, "prefill-tp": &f.PrefillTP, "prefill-pp": &f.PrefillPP,
 		"decode-tp": &f.DecodeTP, "decode-pp": &f.DecodePP, "clients": &f.Clients, "fail": &f.Fail, "hang": &f.Hang, "unsafe": &f.Unsafe,
 	}
 }

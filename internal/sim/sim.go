@@ -38,6 +38,7 @@ func (f *Failure) Error() string { return fmt.Sprintf("after %v: %s", f.At, f.Wh
 // Counts tell what a run covered.
 type Counts struct {
 	Events, Requests, Finished, Aborted, Failed, Retried int
+	Takeovers, Reruns, Evictions                         int
 	Handoffs, Transfers, BrokenTransfers, Quarantines    int
 }
 
@@ -49,6 +50,9 @@ func (c *Counts) Add(o Counts) {
 	c.Aborted += o.Aborted
 	c.Failed += o.Failed
 	c.Retried += o.Retried
+	c.Takeovers += o.Takeovers
+	c.Reruns += o.Reruns
+	c.Evictions += o.Evictions
 	c.Handoffs += o.Handoffs
 	c.Transfers += o.Transfers
 	c.BrokenTransfers += o.BrokenTransfers
@@ -69,9 +73,13 @@ func Run(s Script, o Options) (counts Counts, err error) {
 	if err := w.build(); err != nil {
 		return Counts{}, err
 	}
-	w.play()
-	if w.failure == nil {
-		w.checkRest()
+	for probes := 0; ; probes++ {
+		if w.play(); w.failure == nil {
+			w.checkRest()
+		}
+		if w.failure != nil || !w.probe(probes) {
+			break
+		}
 	}
 	if w.failure != nil {
 		return w.counts, w.failure
@@ -210,7 +218,7 @@ func (w *world) schedule(x Fault) error {
 	}
 	w.at(int64(x.At), func() {
 		w.log("fault: %s %s for %v", x.Kind, x.Who, x.For)
-		w.disturbed = w.disturbed || x.Kind != Pause
+		w.disturbed = w.disturbed || x.Kind != Pause && x.Kind != Suspend
 		do()
 	})
 	return nil
@@ -244,7 +252,9 @@ func (w *world) fault(x Fault) (func(), error) {
 	case x.Who == "fleet" && x.Kind == Upgrade:
 		return func() { w.upgrade(x.For) }, nil
 	case x.Who == "fleet" && x.Kind == Pause:
-		return func() { w.operator.pause(x.For) }, nil
+		return func() { w.operator.pause(x.For, false) }, nil
+	case x.Who == "fleet" && x.Kind == Suspend:
+		return func() { w.operator.pause(x.For, true) }, nil
 	}
 	return nil, fmt.Errorf("sim: nobody can %s %q", x.Kind, x.Who)
 }
@@ -269,6 +279,22 @@ func (w *world) play() {
 			w.fail("it does not come to rest: %s", w.unrest())
 		}
 	}
+}
+
+// probe asks once more for what was asked for before, a few times, now that all is quiet and nothing goes
+// wrong: the coordinator must know exactly what is cached where.
+func (w *world) probe(n int) bool {
+	const most = 3
+	if n >= min(most, len(w.script.Requests)) || w.clients[0].link == nil {
+		return false
+	}
+	w.script.Fleet.Fail, w.script.Fleet.Hang = 0, 0
+	r := w.script.Requests[n]
+	r.Client, r.Abort, r.Logprobs = 0, 0, false
+	w.log("probe: request %d again", n+1)
+	w.clients[0].want(r, 0)
+	w.attempts[len(w.attempts)-1].probe = true
+	return true
 }
 
 // unrest says who is still busy.
