@@ -37,6 +37,13 @@ lint: ## formatting, vet, staticcheck
 	go vet ./...
 	go tool staticcheck ./...
 
+FUZZTIME ?= 20s
+fuzz: ## every fuzzer, FUZZTIME each
+	scripts/fuzz $(FUZZTIME)
+
+bench: ## Go benchmarks of kernels, tokenizers, messages, transfers, caches
+	go test -run '^$$' -bench . ./compute/cpu ./text ./wire ./transfer/... ./kvcache ./route ./coordinator
+
 generate: ## msgpack code and assembly
 	go generate ./...
 
