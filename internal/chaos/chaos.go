@@ -39,6 +39,7 @@ type Config struct {
 	Every      time.Duration // mean time between disturbances; default 800 ms
 	Kinds      []string      // of disturbances, by the names in Kinds; default all
 	Seed       uint64
+	Thorough   bool     // wait until connections to processes that are gone are dropped, a minute for each fleet
 	Flags      []string // more flags for engines
 	Dir        string   // where the processes' logs go; empty for nowhere
 	Progress   io.Writer

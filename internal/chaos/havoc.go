@@ -66,7 +66,7 @@ func (d *drill) wreak(ctx context.Context) error {
 	havoc, cancel := context.WithTimeout(ctx, d.havoc)
 	defer cancel()
 	group := new(errgroup.Group)
-	for pause(havoc, time.Duration(d.rng.ExpFloat64()*float64(d.cfg.Every))) {
+	for pause(havoc, between(d.rng, d.cfg.Every/5, 9*d.cfg.Every/5)) {
 		k := pick(d.kinds, d.rng)
 		rng := rand.New(rand.NewPCG(d.rng.Uint64(), 0))
 		victims := d.seize(k, rng)

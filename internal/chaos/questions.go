@@ -85,14 +85,19 @@ func (d *drill) stream(ctx context.Context, q *question) {
 	for attempt := 0; ctx.Err() == nil; attempt++ {
 		within, cancel := context.WithTimeout(ctx, patience)
 		began := time.Now()
-		last, stall := began, time.Duration(0)
+		var first, stall time.Duration // until the first token, between tokens
+		last := began
 		got, err := q.body.Stream(within, d.http, d.frontend.URL, func() {
 			now := time.Now()
-			last, stall = now, max(stall, now.Sub(last))
+			if first == 0 {
+				first = now.Sub(began)
+			} else {
+				stall = max(stall, now.Sub(last))
+			}
+			last = now
 		})
 		cancel()
 		ended := time.Now()
-		stall = max(stall, ended.Sub(last))
 		if ctx.Err() != nil {
 			return
 		}
@@ -105,9 +110,7 @@ func (d *drill) stream(ctx context.Context, q *question) {
 			d.count(func(r *Drill) {
 				r.Streams++
 				r.Tokens += len(got.IDs)
-				if attempt == 0 {
-					r.Stall = max(r.Stall, stall)
-				}
+				r.First, r.Stall = max(r.First, first), max(r.Stall, stall)
 			})
 			return
 		}

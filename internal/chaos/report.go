@@ -26,7 +26,7 @@ type Drill struct {
 	Retries      int           // of clients that were refused while the fleet could not serve
 	Failed       int           // streams that ended with an error they must not have
 	Wrong        int           // streams with another answer than the undisturbed one
-	Stall        time.Duration // the longest that a stream which was not refused had to wait for its next token
+	First, Stall time.Duration // the longest that a stream waited for its first token, and for another
 	RSS          int64         // of the largest process at the end, in bytes
 	Problems     []string
 }
@@ -62,6 +62,7 @@ func (r *Report) Write(w io.Writer) error {
 	row("retried by clients, excused", func(d *Drill) any { return d.Retries })
 	row("failed", func(d *Drill) any { return d.Failed })
 	row("wrong", func(d *Drill) any { return d.Wrong })
+	row("slowest first token", func(d *Drill) any { return d.First.Round(time.Millisecond) })
 	row("slowest stall", func(d *Drill) any { return d.Stall.Round(time.Millisecond) })
 	row("largest process, MiB", func(d *Drill) any { return d.RSS >> 20 })
 	row("problems", func(d *Drill) any { return len(d.Problems) })

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"baton/internal/rig"
+	"baton/transfer/shm"
 	"baton/wire"
 )
 
@@ -97,38 +98,35 @@ func (d *drill) look(ctx context.Context) (found map[string]holdings, left []str
 // and go. A leak at each of the disturbances is more.
 const slack = 6
 
+// The TCP backends keep connections to a peer for later transfers: so many at most, and for so long at most
+// when the peer is gone.
+const (
+	keptConns = 16
+	keptFor   = time.Minute
+)
+
 // compare waits until every process holds no more than before the disturbance. Engines that were restarted
 // are compared with their earlier lives.
 func (d *drill) compare(ctx context.Context, before map[string]holdings) {
 	if before == nil {
 		return // reported
 	}
-	peers := map[string]int{wire.RolePrefill: 1, wire.RoleDecode: 1 + d.cfg.Prefill}
+	waited := false
 	var grown []string
 	for deadline := time.Now().Add(10 * time.Second); time.Now().Before(deadline) && ctx.Err() == nil; pause(ctx, 200*time.Millisecond) {
 		after := d.rest(ctx)
 		if after == nil {
 			return
 		}
-		grown = nil
-		for name, was := range before {
-			is := after[name]
-			d.count(func(r *Drill) { r.RSS = max(r.RSS, is.RSS) })
-			if is.Files > was.Files+slack {
-				grown = append(grown, fmt.Sprintf("%s has %d descriptors, before %d", name, is.Files, was.Files))
-			}
-			if is.goroutines > was.goroutines+slack {
-				grown = append(grown, fmt.Sprintf("%s has %d goroutines, before %d", name, is.goroutines, was.goroutines))
-			}
-			pools := was.Pools
-			if i := slices.IndexFunc(d.members, func(m *member) bool { return m.name == name }); i >= 0 {
-				pools = max(pools, peers[d.members[i].role])
-			}
-			if is.Pools > pools {
-				grown = append(grown, fmt.Sprintf("%s maps %d KV pools, before %d", name, is.Pools, was.Pools))
-			}
+		if !waited && d.cfg.Thorough && dead(after) > 0 {
+			waited = true
+			d.say("%d connections to engines that are gone: waiting until they are dropped", dead(after))
+			pause(ctx, keptFor)
+			d.round(ctx) // they are dropped at the next use
+			deadline = time.Now().Add(10 * time.Second)
+			continue
 		}
-		if len(grown) == 0 {
+		if grown = d.grown(before, after); len(grown) == 0 {
 			d.say("at rest: %s", summary(after))
 			return
 		}
@@ -138,10 +136,55 @@ func (d *drill) compare(ctx context.Context, before map[string]holdings) {
 	}
 }
 
+func dead(all map[string]holdings) (n int) {
+	for _, h := range all {
+		n += h.Dead
+	}
+	return n
+}
+
+// grown tells what processes hold that they did not hold before.
+func (d *drill) grown(before, after map[string]holdings) (list []string) {
+	for name, was := range before {
+		is := after[name]
+		d.count(func(r *Drill) { r.RSS = max(r.RSS, is.RSS) })
+		check := func(what string, is, was, allowed int) {
+			if is > was+allowed {
+				list = append(list, fmt.Sprintf("%s has %d %s, before %d", name, is, what, was))
+			}
+		}
+		kept, pools := d.peers(name)
+		check("descriptors", is.Files, was.Files, slack)
+		check("TCP connections", is.Conns, was.Conns, kept)
+		check("goroutines", is.goroutines, was.goroutines, slack+max(0, is.Conns-was.Conns))
+		check("mapped KV pools", is.Pools, pools, 0)
+		if d.cfg.Thorough {
+			check("connections to processes that are gone", is.Dead, 0, 0)
+		}
+	}
+	return list
+}
+
+// peers tells how many connections a process may keep, and how many pools it may map.
+func (d *drill) peers(name string) (conns, pools int) {
+	i := slices.IndexFunc(d.members, func(m *member) bool { return m.name == name })
+	if i < 0 {
+		return 0, 0
+	}
+	conns, pools = d.cfg.Decode*keptConns, 1
+	if d.members[i].role == wire.RoleDecode {
+		conns, pools = d.cfg.Prefill*keptConns, 1+d.cfg.Prefill
+	}
+	if d.transport == shm.Name {
+		conns = 0
+	}
+	return conns, pools
+}
+
 func summary(all map[string]holdings) string {
 	var list []string
 	for name, h := range all {
-		list = append(list, fmt.Sprintf("%s %d fds %d goroutines %d MiB", name, h.Files, h.goroutines, h.RSS>>20))
+		list = append(list, fmt.Sprintf("%s %d+%d fds %d goroutines %d MiB", name, h.Files, h.Conns, h.goroutines, h.RSS>>20))
 	}
 	slices.Sort(list)
 	return strings.Join(list, ", ")

@@ -4,6 +4,7 @@ package rig
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
 	"os"
 	"strconv"
@@ -15,7 +16,9 @@ import (
 type Resources struct {
 	CPU   time.Duration // of all its threads, in user and kernel mode, in steps of 10 ms
 	RSS   int64         // bytes
-	Files int           // open descriptors
+	Files int           // open descriptors, but for those of the next two
+	Conns int           // TCP connections
+	Dead  int           // TCP connections that the peer has closed and this process has not
 	Pools int           // mapped KV pools, its own and those of its peers
 }
 
@@ -34,17 +37,57 @@ func (p *Process) Resources() (Resources, error) {
 	if r.CPU, r.RSS, err = parseStat(string(stat)); err != nil {
 		return fail(err)
 	}
-	files, err := os.ReadDir(dir + "fd")
-	if err != nil {
+	if err := r.descriptors(dir); err != nil {
 		return fail(err)
 	}
-	r.Files = len(files)
 	maps, err := os.ReadFile(dir + "maps")
 	if err != nil {
 		return fail(err)
 	}
 	r.Pools = bytes.Count(maps, []byte("memfd:baton-kv-"))
 	return r, nil
+}
+
+// descriptors counts what is open, by kind.
+func (r *Resources) descriptors(dir string) error {
+	files, err := os.ReadDir(dir + "fd")
+	if err != nil {
+		return err
+	}
+	states := make(map[string]string) // of sockets, by inode
+	for _, family := range []string{"tcp", "tcp6"} {
+		table, err := os.ReadFile(dir + "net/" + family)
+		if err != nil && !errors.Is(err, os.ErrNotExist) { // a system may have no IPv6
+			return err
+		}
+		socketStates(string(table), states)
+	}
+	const closeWait, listen = "08", "0A"
+	for _, f := range files {
+		target, err := os.Readlink(dir + "fd/" + f.Name())
+		if err != nil {
+			continue // closed meanwhile
+		}
+		switch state := states[target]; state {
+		case "", listen:
+			r.Files++
+		case closeWait:
+			r.Dead++
+		default:
+			r.Conns++
+		}
+	}
+	return nil
+}
+
+// socketStates reads /proc/PID/net/tcp: the state of each socket, by what the links of /proc/PID/fd call it.
+func socketStates(table string, states map[string]string) {
+	for line := range strings.Lines(table) {
+		const state, inode = 3, 9
+		if f := strings.Fields(line); len(f) > inode && f[inode] != "0" {
+			states["socket:["+f[inode]+"]"] = f[state]
+		}
+	}
 }
 
 // parseStat reads the times and the resident pages of /proc/PID/stat. The second field, the program's name

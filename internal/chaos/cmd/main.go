@@ -33,6 +33,7 @@ func main() {
 	only := flag.String("kind", "", "kinds of disturbances, of: "+strings.Join(chaos.Kinds(), ", ")+" (default all)")
 	seed := flag.Uint64("seed", 1, "decides what is asked, and what is done to whom")
 	logs := flag.String("logs", "", "folder for the processes' logs (default: a temporary one, kept after problems)")
+	quick := flag.Bool("quick", false, "do not wait until connections to processes that are gone are dropped")
 	verbose := flag.Bool("v", false, "print what happens as it does")
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
@@ -40,7 +41,7 @@ func main() {
 	c := chaos.Config{
 		Command: rig.Command{Path: *binary}, Model: *model, Transports: strings.Split(*transports, ","),
 		Duration: time.Duration(*seconds * float64(time.Second)), Streams: *streams, Prefill: *prefill, Decode: *decode,
-		Every: *every, Seed: *seed, Dir: *logs, Progress: io.Discard,
+		Every: *every, Seed: *seed, Dir: *logs, Thorough: !*quick, Progress: io.Discard,
 		Flags: []string{"--kv-memory=64MiB", "--threads=1"},
 	}
 	if *only != "" {
