@@ -112,8 +112,14 @@ func near(t testing.TB, what string, got []float32, want, scale []float64, toler
 	}
 }
 
+// fatal is what sameBits needs of a test.
+type fatal interface {
+	Helper()
+	Fatalf(format string, args ...any)
+}
+
 // sameBits compares exactly. Two NaNs are equal.
-func sameBits(t testing.TB, what string, got, want []float32) {
+func sameBits(t fatal, what string, got, want []float32) {
 	t.Helper()
 	if len(got) != len(want) {
 		t.Fatalf("%s: %d elements, want %d", what, len(got), len(want))

@@ -86,6 +86,7 @@ func (p *pool) run(t *task, pieces int) {
 func (p *pool) alone(t *task, pieces int) {
 	for i := range pieces {
 		(*t).run(p.own, i)
+		p.own.rest()
 	}
 }
 
@@ -105,16 +106,31 @@ func (p *pool) claim(w *scratch) {
 		if p.done.Add(1) == n && p.waiting.CompareAndSwap(true, false) {
 			p.wake <- struct{}{}
 		}
+		w.rest()
+	}
+}
+
+// restPieces is how many pieces, of some microseconds each, a worker runs before it rests.
+const restPieces = 32
+
+// rest lets other goroutines have the processor now and then: a long pass would otherwise keep them
+// waiting until the runtime preempts it, which takes many milliseconds. No piece is held meanwhile.
+func (w *scratch) rest() {
+	if w.pieces++; w.pieces%restPieces == 0 {
+		runtime.Gosched()
 	}
 }
 
 // finish waits until all pieces are done.
 func (p *pool) finish(n uint32) {
-	for range p.spin {
+	for round := range p.spin {
 		if p.done.Load() == n {
 			return
 		}
 		pause(spinPauses)
+		if round%16 == 15 {
+			runtime.Gosched()
+		}
 	}
 	p.waiting.Store(true)
 	if p.done.Load() == n && p.waiting.CompareAndSwap(true, false) {

@@ -23,6 +23,7 @@ type scratch struct {
 	parts    *float32 // [maxSegments][blockInputs][blockWeights], or [maxSegments][gemvRows]
 
 	attend attendScratch
+	pieces uint // that it ran so far
 }
 
 const (
