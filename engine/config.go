@@ -10,6 +10,7 @@ import (
 
 	"baton/checkpoint"
 	"baton/compute"
+	"baton/handoff"
 	"baton/mtls"
 	"baton/tensor"
 	"baton/wire"
@@ -51,6 +52,9 @@ type Config struct {
 	TransferHost string
 	// TransferTLS, when set, is required of the peers of tcp and tcp-push.
 	TransferTLS *mtls.Identity
+	// VerifyHandoff says which blocks' checksums are compared after a handoff. All engines of a coordinator must
+	// agree. Default handoff.VerifyOff; colocated engines hand nothing over.
+	VerifyHandoff handoff.Verification
 	// Logprobs says which distribution is reported. Default LogprobsRaw.
 	Logprobs LogprobsMode
 
@@ -75,6 +79,13 @@ func (c Config) withDefaults() (Config, error) {
 	c.Logprobs = orElse(c.Logprobs, LogprobsRaw)
 	c.Role = orElse(c.Role, wire.RoleBoth)
 	c.Name = orElse(c.Name, c.Role)
+	if c.Role == wire.RoleBoth {
+		c.VerifyHandoff = handoff.VerifyOff
+	}
+	var err error
+	if c.VerifyHandoff, err = handoff.ParseVerification(string(c.VerifyHandoff)); err != nil {
+		return c, err
+	}
 	if c.Logger == nil {
 		c.Logger = slog.New(slog.DiscardHandler)
 	}
@@ -141,6 +152,7 @@ func (c Config) geometry() wire.Geometry {
 	return wire.Geometry{
 		Model: c.Checkpoint.Fingerprint(), BlockSize: c.BlockSize, Layers: spec.Layers, KVHeads: spec.KVHeads,
 		HeadDim: spec.HeadDim, Planes: 2, KVDType: c.KVType.String(), VocabSize: spec.VocabSize, MaxSeqLen: c.MaxSeqLen,
+		VerifyHandoff: string(c.VerifyHandoff),
 	}
 }
 

@@ -53,6 +53,11 @@ type CoreConfig struct {
 	// BlockBytes is the size of a block on each rank, Template the copy between two engines of this geometry.
 	BlockBytes []int64
 	Template   *layout.Template
+	// Verify says which blocks' checksums are compared; empty is handoff.VerifyOff. Where they are, Checksums is
+	// where each rank keeps them, ChecksumTemplate their copy.
+	Verify           handoff.Verification
+	Checksums        []handoff.Checksums
+	ChecksumTemplate *layout.Template
 	// Push says that sources write rather than destinations read.
 	Push bool
 	// Timeout bounds a transfer; 0 is handoff.DefaultTimeout.
@@ -99,13 +104,14 @@ type Action interface{ action() }
 // Send gives a message to the coordinator.
 type Send struct{ Message wire.Message }
 
-// Transfer is the handoff's order to the transfer backend. Those that ask for an answer are answered by a
+// Transfer is the handoff's order to the transfer backend, or to whoever makes and compares checksums. Those that ask for an answer are answered by a
 // Moved, at once or later.
 type Transfer struct{ Order handoff.Action }
 
 // Handed tells, for metrics, that a handoff ended: "done" (with Stats), "failed" or "aborted".
 type Handed struct {
 	Result string
+	Code   string // of a failure: wire.CodeUnavailable and so on
 	Stats  wire.Stats
 }
 
@@ -115,7 +121,8 @@ type Profile struct{ Path string }
 // Leave ends the engine's service: its coordinator said STOP.
 type Leave struct{}
 
-// Warn tells people that the coordinator sent something that makes no sense here.
+// Warn tells people of something that should not happen: the coordinator sent what makes no sense here, or
+// KV arrived damaged.
 type Warn struct{ Text string }
 
 func (Send) action()     {}
@@ -133,7 +140,9 @@ func NewCore(c CoreConfig) (*Core, error) {
 	}
 	core := &Core{config: c, pool: pool, offers: map[uint64]wire.Result{}}
 	if c.Role != wire.RoleBoth {
-		core.handoff, err = handoff.New(handoff.Config{Pool: pool, BlockBytes: c.BlockBytes, Push: c.Push, Timeout: c.Timeout})
+		core.handoff, err = handoff.New(handoff.Config{
+			Pool: pool, BlockBytes: c.BlockBytes, Push: c.Push, Timeout: c.Timeout, Verify: c.Verify, Checksums: c.Checksums,
+		})
 		if err != nil {
 			return nil, err
 		}
@@ -207,7 +216,7 @@ func (c *Core) received(now time.Time, m wire.Message) {
 	case *wire.SubmitRequestWithKV:
 		c.startImport(now, m)
 	case *wire.SendKV:
-		c.step(now, handoff.Push{Message: m, Template: c.config.Template})
+		c.step(now, handoff.Push{Message: m, Template: c.config.Template, Checksums: c.config.ChecksumTemplate})
 	case *wire.ReleaseKV:
 		c.step(now, handoff.Release{ID: m.ID, Handoff: m.Handoff})
 	case *wire.AbortRequest:

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"baton/compute/cpu"
+	"baton/handoff"
 	"baton/transfer"
 	"baton/wire"
 )
@@ -29,14 +30,16 @@ type Engine struct {
 	log         *slog.Logger
 	metrics     engineMetrics
 
-	device   *device
-	memory   *transfer.Memory
-	endpoint transfer.Endpoint // nil on a colocated engine
-	core     *Core
+	device    *device
+	memory    *transfer.Memory
+	endpoint  transfer.Endpoint // nil on a colocated engine
+	checksums checksums         // of the pool's blocks, where handoffs are verified
+	core      *Core
 
-	passes  chan *Plan  // to the computing goroutine
-	done    chan passed // and back
-	settled chan uint64 // numbers of transfers that came to an end
+	passes  chan *Plan         // to the computing goroutine
+	done    chan passed        // and back
+	settled chan uint64        // numbers of transfers that came to an end
+	checked chan handoff.Event // of the check that ended
 	workers sync.WaitGroup
 
 	lifetime context.Context // of transfers; ended by Close
@@ -48,6 +51,7 @@ type Engine struct {
 	leaving   bool     // the coordinator said STOP
 	profile   *profile // being written
 	transfers map[uint64]transfer.Handle
+	checks    []func() handoff.Event // of blocks and their checksums; the first is under way
 }
 
 // passed is a pass that ended.
@@ -71,6 +75,7 @@ func New(c Config) (*Engine, error) {
 		passes:    make(chan *Plan),
 		done:      make(chan passed, 1),
 		settled:   make(chan uint64, 64),
+		checked:   make(chan handoff.Event, 1),
 		transfers: map[uint64]transfer.Handle{},
 	}
 	e.lifetime, e.end = context.WithCancel(context.Background())
@@ -84,14 +89,14 @@ func New(c Config) (*Engine, error) {
 func (e *Engine) open() (err error) {
 	c := e.config
 	blocks := c.blocks()
-	if e.memory, err = transfer.NewMemory(int64(blocks)*c.blockBytes(), "baton-kv-"+c.Name); err != nil {
+	if e.memory, err = transfer.NewMemory(c.memoryBytes(), "baton-kv-"+c.Name); err != nil {
 		return fmt.Errorf("engine: KV pool of %d blocks: %w", blocks, err)
 	}
 	backend, err := cpu.New(cpu.Options{Threads: c.Threads})
 	if err != nil {
 		return err
 	}
-	if e.device, err = newDevice(c, backend, e.memory.Data); err != nil {
+	if e.device, err = newDevice(c, backend, e.memory.Data[:c.kvBytes():c.kvBytes()]); err != nil {
 		return errors.Join(err, backend.Close())
 	}
 	core := c.core()
@@ -243,7 +248,11 @@ func (e *Engine) ranks() []wire.RankInfo {
 	if e.endpoint == nil {
 		return []wire.RankInfo{{}}
 	}
-	return []wire.RankInfo{{Transport: e.endpoint.Describe()}}
+	rank := wire.RankInfo{Transport: e.endpoint.Describe()}
+	if e.config.verifies() {
+		rank.Checksums = e.config.kvBytes()
+	}
+	return []wire.RankInfo{rank}
 }
 
 // pollInterval is how often transfers that may still touch memory are looked at.
@@ -277,6 +286,8 @@ func (e *Engine) serve(ctx context.Context, inbox <-chan wire.Message, ended <-c
 			}
 		case id := <-e.settled:
 			e.transferSettled(id)
+		case event := <-e.checked:
+			e.checkEnded(event)
 		case <-poll.C:
 			e.step(Tick{})
 		case err := <-ended:

@@ -45,7 +45,10 @@ func (c *Core) relay(m wire.Message) {
 	switch m := m.(type) {
 	case *wire.RequestError:
 		delete(c.offers, m.ID)
-		c.act(Handed{Result: "failed"})
+		c.act(Handed{Result: "failed", Code: m.Code})
+		if m.Code == wire.CodeCorrupt {
+			c.warn("%s", m.Message)
+		}
 	case *wire.RequestAborted:
 		delete(c.offers, m.ID)
 		c.act(Handed{Result: "aborted"})
@@ -73,7 +76,7 @@ func (c *Core) startImport(now time.Time, m *wire.SubmitRequestWithKV) {
 	c.step(now, handoff.Import{
 		Message: m, Version: c.config.Version, Capacity: r.capacity(),
 		Reserve:  c.sched.config.reserve(len(m.Prompt) + len(m.Generated)),
-		Template: c.config.Template,
+		Template: c.config.Template, Checksums: c.config.ChecksumTemplate,
 	})
 }
 

@@ -17,6 +17,7 @@ type Metrics struct {
 	moved      *prometheus.CounterVec
 	reused     *prometheus.CounterVec
 	bytes      *prometheus.CounterVec
+	corrupt    *prometheus.CounterVec
 	transfer   *prometheus.HistogramVec
 	handoff    *prometheus.HistogramVec
 	evictions  *prometheus.CounterVec
@@ -44,11 +45,12 @@ func NewMetrics(reg prometheus.Registerer) *Metrics {
 		moved:      counter("handoff_blocks_moved_total", "KV blocks copied from prefill to decode engines.", "engine"),
 		reused:     counter("handoff_blocks_reused_total", "Prompt blocks that decode engines held already and did not copy.", "engine"),
 		bytes:      counter("handoff_bytes_total", "Bytes of KV copied from prefill to decode engines.", "engine"),
+		corrupt:    counter("handoff_corrupt_total", "Handoffs whose KV did not have the checksums that its source made; their prompts are computed again.", "engine"),
 		transfer:   histogram("handoff_transfer_seconds", "Time of the copy of one handoff.", seconds, "engine"),
 		handoff:    histogram("handoff_seconds", "Time from the arrival of a handoff to its admission into the decode batch.", seconds, "engine"),
 		evictions:  counter("engine_evictions_total", "Times that requests, counted when they end, had to give up their KV to others.", "engine"),
 	}
-	reg.MustRegister(m.requests, m.blocks, m.tokens, m.steps, m.stepTokens, m.handoffs, m.moved, m.reused, m.bytes, m.transfer, m.handoff, m.evictions)
+	reg.MustRegister(m.requests, m.blocks, m.tokens, m.steps, m.stepTokens, m.handoffs, m.moved, m.reused, m.bytes, m.corrupt, m.transfer, m.handoff, m.evictions)
 	return m
 }
 
@@ -59,7 +61,12 @@ type engineMetrics struct {
 }
 
 // of gives the engine's metrics; nil stands for none.
-func (m *Metrics) engine(name string) engineMetrics { return engineMetrics{m, name} }
+func (m *Metrics) engine(name string) engineMetrics {
+	if m != nil {
+		m.corrupt.WithLabelValues(name) // 0 is worth seeing
+	}
+	return engineMetrics{m, name}
+}
 
 // pass records a forward pass.
 func (m engineMetrics) pass(p passed) {
@@ -99,6 +106,9 @@ func (m engineMetrics) handed(h Handed) {
 		return
 	}
 	m.all.handoffs.WithLabelValues(m.name, h.Result).Inc()
+	if h.Code == wire.CodeCorrupt {
+		m.all.corrupt.WithLabelValues(m.name).Inc()
+	}
 	if h.Result != "done" {
 		return
 	}

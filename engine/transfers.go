@@ -5,14 +5,15 @@ import (
 	"errors"
 	"net"
 
+	"baton/compute"
 	"baton/handoff"
 	"baton/layout"
 	"baton/transfer"
 	"baton/transfer/backends"
 )
 
-// openTransfers opens the transfer backend on the pool's memory and compiles the copy template. Peers have
-// the same geometry (the coordinator checks it), so one template serves all of them.
+// openTransfers opens the transfer backend on the pool's memory and compiles the copy templates. Peers have
+// the same geometry (the coordinator checks it), so they serve all of them.
 func (e *Engine) openTransfers(core *CoreConfig) error {
 	c := e.config
 	endpoint, err := backends.Open(c.Transport, e.memory, backends.Options{
@@ -27,7 +28,13 @@ func (e *Engine) openTransfers(core *CoreConfig) error {
 	core.BlockBytes = []int64{c.blockBytes()}
 	core.Secret = make([]byte, 32)
 	_, _ = crand.Read(core.Secret) // never fails: it ends the process instead
-	core.Template, err = c.template()
+	if core.Template, err = c.template(c.layout()); err != nil || !c.verifies() {
+		return err
+	}
+	e.checksums = c.newChecksums(e.memory.Data)
+	core.Verify = c.VerifyHandoff
+	core.Checksums = []handoff.Checksums{{Off: c.kvBytes(), BlockBytes: c.checksumBlockBytes()}}
+	core.ChecksumTemplate, err = c.template(c.layout().Checksums(compute.Tile))
 	return err
 }
 
@@ -39,14 +46,17 @@ func advertise(host string) string {
 	return host
 }
 
-// template is the copy from one engine of this geometry to another.
-func (c Config) template() (*layout.Template, error) {
+func (c Config) layout() layout.Geometry {
 	spec := c.Checkpoint.Spec
-	g := layout.Geometry{
+	return layout.Geometry{
 		BlockSize: c.BlockSize, Layers: spec.Layers, KVHeads: spec.KVHeads, HeadDim: spec.HeadDim,
 		Planes: 2, ElementBytes: c.KVType.BlockBytes(),
 	}
-	holdings, err := g.Holdings(1, []int{spec.Layers})
+}
+
+// template is the copy from one engine of a geometry to another.
+func (c Config) template(g layout.Geometry) (*layout.Template, error) {
+	holdings, err := g.Holdings(1, []int{g.Layers})
 	if err != nil {
 		return nil, err
 	}
@@ -56,6 +66,15 @@ func (c Config) template() (*layout.Template, error) {
 // transfer carries out one order of the handoff. The answer, if it is known at once, is its next event.
 func (e *Engine) transfer(order handoff.Action) handoff.Event {
 	switch a := order.(type) {
+	case handoff.Seal:
+		e.queueCheck(func() handoff.Event {
+			e.checksums.seal(a.Blocks)
+			return handoff.Sealed{Handoff: a.Handoff, Rank: a.Rank}
+		})
+	case handoff.Verify:
+		e.queueCheck(func() handoff.Event {
+			return handoff.Verified{Transfer: a.Transfer, Err: e.checksums.verify(a.Blocks)}
+		})
 	case handoff.OpenExport:
 		return handoff.Opened{Handoff: a.Handoff, Rank: a.Rank, Err: e.puller().Export(a.Handoff, a.Capability, ranges(a.Ranges))}
 	case handoff.Revoke:

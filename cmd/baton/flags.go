@@ -11,6 +11,7 @@ import (
 	"baton/checkpoint"
 	"baton/coordinator"
 	"baton/engine"
+	"baton/handoff"
 	"baton/route"
 	"baton/tensor"
 )
@@ -30,15 +31,16 @@ func (f modelFlags) name() string {
 
 // engineFlags size an engine.
 type engineFlags struct {
-	Transfer    string    `aliases:"disagg-kv-transport-backend" enum:"shm,tcp,tcp-push" default:"shm" help:"How KV moves from prefill to decode: shm (one host), tcp (decode reads), tcp-push (prefill writes)."`
-	BlockSize   int       `default:"32" help:"Tokens a KV block; a multiple of 16."`
-	KVMemory    byteCount `name:"kv-memory" placeholder:"SIZE" help:"KV cache of each engine, such as 512MiB or 4GiB. Default: enough for --max-requests sequences of full length, at most 2GiB."`
-	KVDtype     string    `name:"kv-dtype" enum:"auto,f32,bf16" default:"auto" help:"Element type of the KV cache. auto: f32 for f32 checkpoints, else bf16."`
-	MaxRequests int       `default:"64" help:"Requests an engine works on at a time."`
-	MaxTokens   int       `default:"512" help:"Tokens of one step; longer prompts are computed in chunks."`
-	MaxSeqLen   int       `placeholder:"N" help:"Longest prompt plus answer, in tokens. Default: what the model was made for."`
-	Threads     int       `placeholder:"N" help:"Threads that compute, per engine. Default: one a core."`
-	Logprobs    string    `enum:"raw,processed" default:"raw" help:"Which distribution log-probabilities come from: the model's own, or the one that tokens are drawn from."`
+	Transfer      string    `aliases:"disagg-kv-transport-backend" enum:"shm,tcp,tcp-push" default:"shm" help:"How KV moves from prefill to decode: shm (one host), tcp (decode reads), tcp-push (prefill writes)."`
+	BlockSize     int       `default:"32" help:"Tokens a KV block; a multiple of 16."`
+	KVMemory      byteCount `name:"kv-memory" placeholder:"SIZE" help:"KV cache of each engine, such as 512MiB or 4GiB. Default: enough for --max-requests sequences of full length, at most 2GiB."`
+	KVDtype       string    `name:"kv-dtype" enum:"auto,f32,bf16" default:"auto" help:"Element type of the KV cache. auto: f32 for f32 checkpoints, else bf16."`
+	MaxRequests   int       `default:"64" help:"Requests an engine works on at a time."`
+	MaxTokens     int       `default:"512" help:"Tokens of one step; longer prompts are computed in chunks."`
+	MaxSeqLen     int       `placeholder:"N" help:"Longest prompt plus answer, in tokens. Default: what the model was made for."`
+	Threads       int       `placeholder:"N" help:"Threads that compute, per engine. Default: one a core."`
+	VerifyHandoff string    `enum:"off,sample,all" default:"off" help:"Compare KV with checksums that its source made, after it moved from prefill to decode: of no block, of every eighth and the last of a prompt, or of all. What arrives damaged is computed again. Engines of a coordinator must agree."`
+	Logprobs      string    `enum:"raw,processed" default:"raw" help:"Which distribution log-probabilities come from: the model's own, or the one that tokens are drawn from."`
 }
 
 // coordinatorFlags tune a coordinator.
@@ -77,6 +79,7 @@ func (f engineFlags) config(m modelFlags, ck *checkpoint.Checkpoint) engine.Conf
 		BlockSize: f.BlockSize, KVBytes: int64(f.KVMemory), KVType: kvTypes[f.KVDtype],
 		MaxRequests: f.MaxRequests, MaxTokens: f.MaxTokens, MaxSeqLen: f.MaxSeqLen,
 		Threads: f.Threads, Transport: f.Transfer, Logprobs: engine.LogprobsMode(f.Logprobs),
+		VerifyHandoff: handoff.Verification(f.VerifyHandoff),
 	}
 }
 

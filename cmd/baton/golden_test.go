@@ -50,6 +50,19 @@ func TestGoldensEveryWay(t *testing.T) {
 					}
 				}
 			}
+			for _, block := range []string{"16", "32", "64"} {
+				for _, transport := range []string{"shm", "tcp", "tcp-push"} {
+					name := fmt.Sprintf("verified %s, blocks of %s", transport, block)
+					t.Run(strings.ReplaceAll(name, ", ", "_"), func(t *testing.T) {
+						f := serve(t, goldenPath(model), "--verify-handoff=all", "--block-size="+block, "--transfer="+transport,
+							"--threads=2", "--kv-memory=64MiB")
+						check(name, f)
+						if n := metric(t, f.url, "baton_handoff_corrupt_total"); n != 0 {
+							t.Errorf("%v handoffs arrived damaged, and nobody damaged any", n)
+						}
+					})
+				}
+			}
 		})
 	}
 }
