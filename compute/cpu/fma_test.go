@@ -56,6 +56,7 @@ func nearHalfway(r *rand.Rand) (x, y, z float32) {
 }
 
 func TestFMAAgainstExactArithmetic(t *testing.T) {
+	skipUnderRace(t)
 	r := rand.New(rand.NewPCG(1, 2))
 	finite := func(v float32) bool { return !math.IsInf(float64(v), 0) && v == v }
 	checked := 0

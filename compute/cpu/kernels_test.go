@@ -77,6 +77,7 @@ func twice(t *testing.T, what string, values []float32, run func(k *kernels, p *
 // TestFMAAgainstHardware compares fma32 with the instruction: a product of eight elements with carried
 // accumulators is one FMA each.
 func TestFMAAgainstHardware(t *testing.T) {
+	skipUnderRace(t)
 	k := assembly(t)
 	r := rand.New(rand.NewPCG(3, 4))
 	var w, carry, want [tileRows * lanes]float32

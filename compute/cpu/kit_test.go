@@ -22,6 +22,16 @@ var setups = []Options{
 
 func (o Options) String() string { return fmt.Sprintf("threads=%d,portable=%v", o.Threads, o.Portable) }
 
+// raceDetector says that memory accesses cost a hundred times more. Tests that look at numbers only, not
+// at who touches what, are left to runs without it.
+var raceDetector bool
+
+func skipUnderRace(t *testing.T) {
+	if raceDetector {
+		t.Skip("numbers only")
+	}
+}
+
 func open(t testing.TB, o Options) *Backend {
 	t.Helper()
 	b, err := New(o)

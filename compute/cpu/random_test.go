@@ -11,6 +11,7 @@ import (
 
 // TestRandomProducts multiplies operands of random shapes on every setup, all rows at once and one by one.
 func TestRandomProducts(t *testing.T) {
+	skipUnderRace(t)
 	backends := make([]*Backend, len(setups))
 	for i, o := range setups {
 		backends[i] = open(t, o)
@@ -39,6 +40,7 @@ func TestRandomProducts(t *testing.T) {
 
 // TestRandomAttention attends over random sequences with random chunks and block sizes.
 func TestRandomAttention(t *testing.T) {
+	skipUnderRace(t)
 	backends := make([]*Backend, len(setups))
 	for i, o := range setups {
 		backends[i] = open(t, o)
