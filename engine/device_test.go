@@ -94,7 +94,9 @@ func TestEvictionIsExact(t *testing.T) {
 	}
 	for id, w := range want {
 		g := got[id]
-		same := func(a, b wire.TokenLogprobs) bool { return slices.Equal(a.IDs, b.IDs) && slices.Equal(a.Logprobs, b.Logprobs) }
+		same := func(a, b wire.TokenLogprobs) bool {
+			return slices.Equal(a.IDs, b.IDs) && slices.Equal(a.Logprobs, b.Logprobs)
+		}
 		if !slices.Equal(g.Tokens, w.Tokens) || !slices.Equal(g.Logprobs, w.Logprobs) || !slices.EqualFunc(g.Top, w.Top, same) {
 			t.Errorf("request %d was told\n%v %v, undisturbed\n%v %v", id, g.Tokens, g.Logprobs, w.Tokens, w.Logprobs)
 		}
