@@ -3,7 +3,7 @@ export GOTOOLCHAIN := go1.27.3
 export CGO_ENABLED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help build run model test race lint sim sim-mutants fuzz bench generate clean
+.PHONY: help build run model test race lint sim sim-mutants chaos fuzz bench generate clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +31,11 @@ sim: ## the whole protocol in virtual time, under faults: SEEDS random runs
 
 sim-mutants: ## plant faults, one at a time: the simulator must find each
 	scripts/sim-mutants
+
+SECONDS ?= 180
+SEED ?= 1
+chaos: build ## kill, stop and restart real processes under load, for SECONDS
+	go run ./internal/chaos/cmd -seconds $(SECONDS) -seed $(SEED)
 
 lint: ## formatting, vet, staticcheck
 	@out=$$(gofmt -l $$(git ls-files '*.go')); if [ -n "$$out" ]; then echo "not gofmt-ed: $$out"; exit 1; fi

@@ -34,6 +34,7 @@ type Config struct {
 	Transports []string      // one fleet after the other; default shm, tcp, tcp-push
 	Duration   time.Duration // of the disturbance, divided among the fleets; default 3 min
 	Streams    int           // at a time; default 32
+	Questions  int           // that the streams ask, over and over; default 64
 	Prefill    int           // engines; default 2
 	Decode     int           // engines; default 3
 	Every      time.Duration // mean time between disturbances; default 800 ms
@@ -55,7 +56,7 @@ func (c *Config) setDefaults() {
 	if c.Every <= 0 {
 		c.Every = 800 * time.Millisecond
 	}
-	for n, def := range map[*int]int{&c.Streams: 32, &c.Prefill: 2, &c.Decode: 3} {
+	for n, def := range map[*int]int{&c.Streams: 32, &c.Questions: 64, &c.Prefill: 2, &c.Decode: 3} {
 		if *n <= 0 {
 			*n = def
 		}
@@ -73,7 +74,7 @@ func Run(ctx context.Context, c Config) (*Report, error) {
 	if err != nil {
 		return nil, err
 	}
-	questions := ask(rand.New(rand.NewPCG(c.Seed, 1)), 64)
+	questions := ask(rand.New(rand.NewPCG(c.Seed, 1)), c.Questions)
 	fmt.Fprintf(c.Progress, "%d answers of an undisturbed server\n", len(questions))
 	if err := answerAll(ctx, c, questions); err != nil {
 		return nil, fmt.Errorf("chaos: undisturbed answers: %w", err)
@@ -275,7 +276,12 @@ func (d *drill) disturb(ctx context.Context) error {
 		rng := rand.New(rand.NewPCG(d.rng.Uint64(), uint64(i)))
 		clients.Go(func() {
 			for streaming.Err() == nil {
-				d.stream(ctx, d.questions[rng.IntN(len(d.questions))])
+				q := d.questions[rng.IntN(len(d.questions))]
+				if rng.IntN(8) == 0 {
+					d.hangUp(ctx, q, rng.N(3*time.Second))
+					continue
+				}
+				d.stream(ctx, q)
 			}
 		})
 	}

@@ -201,6 +201,7 @@ func hub(d *drill, _ *rand.Rand) []*member {
 		return nil
 	}
 	d.hubBusy = true
+	d.note("coordinator", time.Now(), true)
 	return []*member{}
 }
 

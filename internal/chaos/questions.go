@@ -129,6 +129,19 @@ func (d *drill) stream(ctx context.Context, q *question) {
 	}
 }
 
+// hangUp asks a question and leaves after a while, wherever the request may be then.
+func (d *drill) hangUp(ctx context.Context, q *question, after time.Duration) {
+	within, cancel := context.WithTimeout(ctx, after)
+	defer cancel()
+	got, err := q.body.Stream(within, d.http, d.frontend.URL, func() {})
+	if bad := q.differs(got, err == nil); bad != "" && ctx.Err() == nil {
+		d.problem("question %d (%d prompt tokens), hung up after %v and %d tokens: %s", q.number, len(q.body.Prompt), after, len(got.IDs), bad)
+		d.count(func(r *Drill) { r.Wrong++ })
+		return
+	}
+	d.count(func(r *Drill) { r.HangUps++ })
+}
+
 func (d *drill) count(f func(*Drill)) {
 	d.mu.Lock()
 	defer d.mu.Unlock()

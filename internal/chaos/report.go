@@ -23,6 +23,7 @@ type Drill struct {
 	Tokens       int
 	Takeovers    int           // a decode engine went on with the KV of the same source
 	Reruns       int           // prompt and tokens were computed again
+	HangUps      int           // clients that left before the end
 	Retries      int           // of clients that were refused while the fleet could not serve
 	Failed       int           // streams that ended with an error they must not have
 	Wrong        int           // streams with another answer than the undisturbed one
@@ -59,6 +60,7 @@ func (r *Report) Write(w io.Writer) error {
 	row("tokens", func(d *Drill) any { return d.Tokens })
 	row("taken over from the source", func(d *Drill) any { return d.Takeovers })
 	row("prefilled again", func(d *Drill) any { return d.Reruns })
+	row("hung up", func(d *Drill) any { return d.HangUps })
 	row("retried by clients, excused", func(d *Drill) any { return d.Retries })
 	row("failed", func(d *Drill) any { return d.Failed })
 	row("wrong", func(d *Drill) any { return d.Wrong })

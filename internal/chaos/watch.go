@@ -17,6 +17,7 @@ var quiet = slog.New(slog.DiscardHandler)
 type outage struct {
 	what     string // "coordinator", or the role that no engine had
 	from, to time.Time
+	over     bool
 }
 
 const (
@@ -31,13 +32,12 @@ func (d *drill) excused(from, to time.Time) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	for _, o := range d.outages {
-		until := o.to
 		if o.what == "coordinator" {
-			until = until.Add(aftermath)
+			o.to = o.to.Add(aftermath)
 		} else if o.to.Sub(o.from) < waits {
 			continue
 		}
-		if from.Before(until) && to.After(o.from) {
+		if to.After(o.from) && (!o.over || from.Before(o.to)) {
 			return true
 		}
 	}
@@ -89,17 +89,14 @@ func (d *drill) lookAt(now time.Time, status *wire.StatusReply, err error) {
 
 // note makes an outage begin, go on or end; d.mu is held.
 func (d *drill) note(what string, now time.Time, out bool) {
-	const resolution = 500 * time.Millisecond // two of one kind that are closer are one
 	for i := range d.outages {
-		if o := &d.outages[i]; o.what == what && now.Sub(o.to) < resolution {
-			if out {
-				o.to = now
-			}
+		if o := &d.outages[i]; o.what == what && !o.over {
+			o.to, o.over = now, !out
 			return
 		}
 	}
 	if out {
-		d.outages = append(d.outages, outage{what, now, now})
+		d.outages = append(d.outages, outage{what: what, from: now, to: now})
 	}
 }
 

@@ -84,7 +84,8 @@ func (r *Resources) descriptors(dir string) error {
 func socketStates(table string, states map[string]string) {
 	for line := range strings.Lines(table) {
 		const state, inode = 3, 9
-		if f := strings.Fields(line); len(f) > inode && f[inode] != "0" {
+		f := strings.Fields(line)
+		if len(f) > inode && f[0] != "sl" && f[inode] != "0" { // not the headings, nor a socket that nobody has any more
 			states["socket:["+f[inode]+"]"] = f[state]
 		}
 	}

@@ -39,6 +39,7 @@ func (c Command) Start(name string, log *Log, args ...string) (*Process, error) 
 	p := &Process{Name: name, Log: log, cmd: exec.Command(c.Path, args...), done: make(chan struct{})}
 	p.cmd.Env = append(os.Environ(), c.Env...)
 	p.cmd.Stdout, p.cmd.Stderr = log, log
+	p.cmd.WaitDelay = time.Second                           // for what children of its own still print
 	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // an interrupt of the terminal's is for the rig
 	if err := p.cmd.Start(); err != nil {
 		return nil, fmt.Errorf("rig: start %s: %w", name, err)
