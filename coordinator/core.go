@@ -146,6 +146,18 @@ type Summary struct {
 	Submitted, Dispatched, Exported, Bound, Read, Ended time.Time
 }
 
+// recovery counts one kind of what had to be done for a request.
+type recovery struct {
+	what  string
+	count int
+}
+
+func (s *Summary) recoveries() [4]recovery {
+	return [...]recovery{
+		{"takeovers", s.Takeovers}, {"reruns", s.Reruns}, {"evictions", s.Evictions}, {"failures", s.Failures},
+	}
+}
+
 // Core is the coordinator without its surroundings. It is used by one goroutine at a time.
 type Core struct {
 	cfg     Config

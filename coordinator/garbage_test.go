@@ -9,6 +9,7 @@ import (
 
 	"pgregory.net/rapid"
 
+	"baton/route"
 	"baton/wire"
 )
 
@@ -20,7 +21,11 @@ func TestLawlessPeers(t *testing.T) {
 }
 
 func lawless(t *rapid.T) {
-	core, err := New(Config{Queue: 3})
+	cfg := Config{Queue: 3, IndexEntries: 5}
+	if rapid.Bool().Draw(t, "sticky") {
+		cfg.Policy = route.Session{Sessions: 1}
+	}
+	core, err := New(cfg)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -35,7 +40,7 @@ func lawless(t *rapid.T) {
 	result := func() wire.Result {
 		r := wire.Result{
 			ID: id(), Start: rapid.IntRange(0, 2).Draw(t, "start"), Tokens: tokens("tokens"), PromptTokens: small("prompt"), CachedTokens: small("cached"),
-			Finish: rapid.SampledFrom([]string{"", "", wire.FinishStop, "?"}).Draw(t, "finish"),
+			Finish: rapid.SampledFrom([]string{"", "", wire.FinishStop, wire.FinishEvicted, "?"}).Draw(t, "finish"),
 		}
 		if rapid.Bool().Draw(t, "export") {
 			r.Export = &wire.Export{Handoff: id(), Blocks: tokens("blocks"), Tokens: small("tokens")}
@@ -52,6 +57,7 @@ func lawless(t *rapid.T) {
 	messages := []func() wire.Message{
 		func() wire.Message {
 			m := &wire.SubmitRequest{ID: id(), Prompt: tokens("prompt"), Resume: tokens("resume"), Handoff: true}
+			m.Session = rapid.SampledFrom([]string{"", "a", "b"}).Draw(t, "session")
 			m.Sampling.MaxTokens = rapid.SampledFrom([]int{-1, 0, 1, 3, 1 << 62}).Draw(t, "max")
 			return m
 		},
@@ -59,9 +65,24 @@ func lawless(t *rapid.T) {
 		func() wire.Message { return &wire.EngineReply{Results: results()} },
 		func() wire.Message { return &wire.EngineReplyPartial{Results: results()} },
 		func() wire.Message { return &wire.RequestAborted{ID: id(), SourceSafe: rapid.Bool().Draw(t, "safe")} },
-		func() wire.Message { return &wire.RequestError{ID: id(), SourceSafe: rapid.Bool().Draw(t, "safe")} },
+		func() wire.Message {
+			return &wire.RequestError{
+				ID: id(), Code: rapid.SampledFrom([]string{wire.CodeInternal, wire.CodeInvalid, wire.CodeCorrupt, "?"}).Draw(t, "code"),
+				Retryable: rapid.Bool().Draw(t, "retryable"), SourceSafe: rapid.Bool().Draw(t, "safe"),
+				Reader: rapid.SampledFrom([]uint64{0, 0, id()}).Draw(t, "reader"),
+			}
+		},
 		func() wire.Message { return &wire.KVReadDone{ID: id()} },
 		func() wire.Message { return &wire.KVTransferReady{ID: id(), CachedBlocks: small("cached")} },
+		func() wire.Message {
+			m := &wire.KVEvents{Sequence: uint64(small("sequence")), Next: uint64(small("next")), Reset: rapid.Bool().Draw(t, "reset")}
+			for range max(0, small("events")) {
+				ev := wire.KVEvent{Kind: uint8(rapid.IntRange(0, 4).Draw(t, "kind"))}
+				ev.Digest[0], ev.Parent[0] = byte(small("digest")), byte(max(0, small("parent")))
+				m.Events = append(m.Events, ev)
+			}
+			return m
+		},
 		func() wire.Message {
 			return &wire.RegisterRole{
 				Role: rapid.SampledFrom([]string{wire.RolePrefill, wire.RoleDecode, wire.RoleBoth, "?"}).Draw(t, "role"),
@@ -107,7 +128,7 @@ func lawless(t *rapid.T) {
 		}
 		some := messages
 		if rapid.IntRange(0, 9).Draw(t, "sense") > 0 { // what such a peer may send
-			some = messages[2:10]
+			some = messages[2:11]
 			if p == 1 {
 				some = messages[:2]
 			}

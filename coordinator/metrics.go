@@ -23,6 +23,9 @@ type metrics struct {
 	blocks    *prometheus.CounterVec
 	prompt    prometheus.Counter
 	cached    prometheus.Counter
+	predicted prometheus.Counter
+	missed    *prometheus.CounterVec
+	recovered *prometheus.CounterVec
 	generated prometheus.Counter
 
 	mu                sync.Mutex
@@ -52,6 +55,12 @@ func newMetrics() *metrics {
 		blocks:    vec("baton_coordinator_handoff_blocks_total", "KV blocks of prompts that decode engines reported as moved or reused.", "how"),
 		prompt:    counter("baton_coordinator_prompt_tokens_total", "Prompt tokens of requests that ended."),
 		cached:    counter("baton_coordinator_cached_tokens_total", "Prompt tokens whose KV was reused in prefill."),
+		predicted: counter("baton_coordinator_predicted_cached_tokens_total", "Prompt tokens that the choice of an engine expected to be reused in prefill."),
+		missed: vec("baton_coordinator_mispredicted_tokens_total",
+			"Prompt tokens by which the expectation was wrong: reused without being expected (more), or expected and not reused (fewer).", "reused"),
+		recovered: vec("baton_coordinator_recoveries_total",
+			"What was done for requests to go on: takeovers (another decode engine read the same source), reruns (prompt and tokens ran again), "+
+				"evictions (a decode engine gave it back), failures (an engine reported one).", "kind"),
 		generated: counter("baton_coordinator_generated_tokens_total", "Tokens that were sent to clients."),
 		open:      make(map[*wire.Conn]struct{}),
 	}
@@ -62,6 +71,15 @@ func (m *metrics) ended(r *Summary) {
 	m.requests.WithLabelValues(r.Outcome).Inc()
 	m.prompt.Add(float64(r.PromptTokens))
 	m.cached.Add(float64(r.CachedTokens))
+	m.predicted.Add(float64(r.PredictedTokens))
+	if more := r.CachedTokens - r.PredictedTokens; more > 0 {
+		m.missed.WithLabelValues("more").Add(float64(more))
+	} else {
+		m.missed.WithLabelValues("fewer").Add(float64(-more))
+	}
+	for _, n := range r.recoveries() {
+		m.recovered.WithLabelValues(n.what).Add(float64(n.count))
+	}
 	m.generated.Add(float64(r.Generated))
 	first := wire.RolePrefill
 	if r.Prefill == "" {
@@ -112,7 +130,8 @@ func (m *metrics) controlBytes() (in, out int64) {
 
 func (m *metrics) collectors() []prometheus.Collector {
 	return []prometheus.Collector{
-		m.malformed, m.requests, m.queue, m.handoffs, m.handoff, m.bytes, m.blocks, m.prompt, m.cached, m.generated,
+		m.malformed, m.requests, m.queue, m.handoffs, m.handoff, m.bytes, m.blocks, m.prompt, m.cached, m.predicted, m.missed,
+		m.recovered, m.generated,
 	}
 }
 

@@ -302,12 +302,9 @@ func (s *script) step(ev Event) string {
 					}
 				}
 			}
-			for _, n := range []struct {
-				n    int
-				what string
-			}{{q.Takeovers, "takeovers"}, {q.Reruns, "reruns"}, {q.Evictions, "evictions"}, {q.Failures, "failures"}} {
-				if n.n > 0 {
-					fmt.Fprintf(&b, ", %d %s", n.n, n.what)
+			for _, n := range q.recoveries() {
+				if n.count > 0 {
+					fmt.Fprintf(&b, ", %d %s", n.count, n.what)
 				}
 			}
 			b.WriteString("\n")

@@ -21,7 +21,7 @@ import (
 // ServerConfig holds what can be chosen about a Server. The zero value is usable.
 type ServerConfig struct {
 	Core Config
-	// Wire bounds the connections. Peers of a server with an IdleTimeout need a KeepAlive of a third of it.
+	// Wire bounds the connections. By default a peer that says nothing for 1.2 s is declared dead.
 	Wire wire.Options
 	// MaxConnections is how many connections may be open at once. Default 4096.
 	MaxConnections int
@@ -404,7 +404,13 @@ func logEnd(log *slog.Logger, r *Summary) {
 	attrs := []slog.Attr{
 		slog.Uint64("id", r.ID), slog.String("client", r.Client), slog.Uint64("client_id", r.ClientID),
 		slog.String("outcome", r.Outcome), slog.Int("prompt", r.PromptTokens), slog.Int("cached", r.CachedTokens),
-		slog.Int("generated", r.Generated), slog.Duration("took", r.Ended.Sub(r.Submitted)),
+		slog.Int("predicted", r.PredictedTokens), slog.Int("generated", r.Generated),
+		slog.Duration("took", r.Ended.Sub(r.Submitted)),
+	}
+	for _, n := range r.recoveries() {
+		if n.count > 0 {
+			attrs = append(attrs, slog.Int(n.what, n.count))
+		}
 	}
 	if !r.Dispatched.IsZero() {
 		attrs = append(attrs, slog.Duration("queued", r.Dispatched.Sub(r.Submitted)))

@@ -322,6 +322,7 @@ func checkMetrics(t *testing.T, s *Server, requests float64) {
 		"baton_coordinator_handoff_blocks_total reused":  requests,
 		"baton_coordinator_generated_tokens_total":       requests * 5,
 		"baton_coordinator_prompt_tokens_total":          requests * 100,
+		"baton_coordinator_recoveries_total reruns":      0,
 		"baton_coordinator_queue_seconds prefill":        requests,
 		"baton_coordinator_queue_seconds decode":         requests,
 		"baton_coordinator_queue_length prefill":         0,

@@ -86,6 +86,11 @@ func TestDecisionExplainsItself(t *testing.T) {
 	if got, want := d.String(), "prefix of 2: 12/31 blocks held, 75% free, score 0.569"; got != want {
 		t.Errorf("got %q, want %q", got, want)
 	}
+	d = Session{Prefix: Prefix{0.5}}.Pick(31, []Candidate{{Match: 12, Free: 0.75}})
+	d.Pinned = true
+	if got, want := d.String(), "session of 1: 12/31 blocks held, 75% free, the session's engine"; got != want {
+		t.Errorf("got %q, want %q", got, want)
+	}
 	d = LeastLoaded{}.Pick(0, []Candidate{{Free: 1}})
 	if got, want := d.String(), "least-loaded of 1: 0/0 blocks held, 100% free"; got != want {
 		t.Errorf("got %q, want %q", got, want)
