@@ -159,12 +159,12 @@ func ask(t *testing.T, client *coordinator.Client) (a answer) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 	defer cancel()
-	prompt := make([]int32, 150)
+	prompt := make([]int32, 100)
 	for i := range prompt {
 		prompt[i] = int32(3 + i*i%630)
 	}
 	s, err := client.Submit(ctx, &wire.SubmitRequest{Prompt: prompt, Sampling: wire.Sampling{
-		MaxTokens: 24, Temperature: 0.8, Seed: 7, Logprobs: true, IgnoreEOS: true,
+		MaxTokens: 8, Temperature: 0.8, Seed: 7, Logprobs: true, IgnoreEOS: true,
 	}})
 	if err != nil {
 		t.Fatal(err)
@@ -194,7 +194,7 @@ func TestDamagedHandoff(t *testing.T) {
 	lastSum := func(r []transfer.Range) int64 { return r[len(r)-1].Off + r[len(r)-1].Len - 1 }
 	base := Config{BlockSize: 16, MaxRequests: 2, Threads: 1, KVBytes: 4 << 20}
 	want, _, _ := continued(t, ck, base, &damage{where: firstKey})
-	if len(want.tokens) != 24 || want.err != nil {
+	if len(want.tokens) != 8 || want.err != nil {
 		t.Fatalf("undisturbed: %v", want)
 	}
 	cases := []struct {

@@ -76,14 +76,16 @@ func (c *Core) ranges(rank int, blocks []int32) []Range {
 	return ranges
 }
 
-func appendRanges(ranges []Range, first, size int64, blocks []int32) []Range {
+// appendRanges adds the runs of blocks that lie from off on. They never merge into those before.
+func appendRanges(ranges []Range, off, size int64, blocks []int32) []Range {
+	first := len(ranges)
 	for _, id := range blocks {
-		off := first + int64(id)*size
-		if i := len(ranges) - 1; i >= 0 && ranges[i].Off+ranges[i].Len == off {
-			ranges[i].Len += size
+		r := Range{Off: off + int64(id)*size, Len: size}
+		if last := len(ranges) - 1; last >= first && ranges[last].Off+ranges[last].Len == r.Off {
+			ranges[last].Len += size
 			continue
 		}
-		ranges = append(ranges, Range{Off: off, Len: size})
+		ranges = append(ranges, r)
 	}
 	return ranges
 }

@@ -19,7 +19,8 @@ type seat struct {
 	role     string
 	holdings []layout.Holding
 	template *layout.Template
-	life     *life // nil between a death and the next start
+	sums     *layout.Template // of checksums, where handoffs are verified
+	life     *life            // nil between a death and the next start
 }
 
 func (w *world) newSeat(name string) (*seat, error) {
@@ -37,7 +38,10 @@ func (w *world) newSeat(name string) (*seat, error) {
 	if s.holdings = destination; s.role == wire.RolePrefill {
 		s.holdings = source
 	}
-	s.template, err = layout.Compile(g, source, destination)
+	if s.template, err = layout.Compile(g, source, destination); err != nil || !f.verifies() {
+		return s, err
+	}
+	s.sums, err = layout.Compile(sumGeometry(f.BlockSize), source, destination)
 	return s, err
 }
 
@@ -80,15 +84,17 @@ type life struct {
 	core    *engine.Core
 	memory  *memory
 
-	dead    bool
-	frozen  bool
-	backlog []func() // what happened while it was frozen
-	waiting []*flow  // settled since the connection ended
-	link    *link
-	phase   phase
-	passing bool
-	ticking bool
-	leaving time.Duration // it said DISCONNECT, and another starts so long after its end; 0: it stays
+	dead      bool
+	frozen    bool
+	backlog   []func()        // what happened while it was frozen
+	waiting   []*flow         // settled since the connection ended
+	unseen    []handoff.Event // what came of checks since then
+	checkedAt int64           // when the last check ends
+	link      *link
+	phase     phase
+	passing   bool
+	ticking   bool
+	leaving   time.Duration // it said DISCONNECT, and another starts so long after its end; 0: it stays
 
 	transfers   map[uint64]*flow
 	generations []uint32 // of each block, when it was last looked at
@@ -112,10 +118,14 @@ func (s *seat) start() {
 		memory: newMemory(f.BlockSize, blocks, s.holdings), transfers: map[uint64]*flow{},
 		generations: make([]uint32, blocks), clean: make([]bool, blocks),
 	}
+	if f.verifies() {
+		l.memory.keepChecksums(blocks, s.holdings)
+	}
 	core, err := engine.NewCore(engine.CoreConfig{
 		Name: s.name, Role: s.role, MaxRequests: f.MaxRequests, MaxTokens: f.MaxTokens, MaxSeqLen: maxSeqLen,
 		Vocabulary: vocabulary, BlockSize: f.BlockSize, Blocks: blocks, Version: w.version, Continuation: f.Continuation,
-		BlockBytes: l.memory.blockBytes(), Template: s.template, Push: f.Push, Timeout: transferTimeout,
+		BlockBytes: l.memory.blockBytes(), Template: s.template, Verify: handoff.Verification(f.Verify),
+		Checksums: l.memory.checksums(), ChecksumTemplate: s.sums, Push: f.Push, Timeout: transferTimeout,
 		Secret: binary.LittleEndian.AppendUint64(nil, l.birth),
 	})
 	if err != nil {
@@ -237,12 +247,16 @@ func (l *life) register(k *link) {
 		Role: l.role, Name: l.name, Incarnation: l.birth, Model: "simulated", Transport: transport,
 		Geometry: wire.Geometry{
 			Model: "simulated", BlockSize: f.BlockSize, Layers: layers, KVHeads: heads, HeadDim: 1, Planes: 1,
-			VocabSize: vocabulary, MaxSeqLen: maxSeqLen,
+			VocabSize: vocabulary, MaxSeqLen: maxSeqLen, VerifyHandoff: f.Verify,
 		},
 		Requests: f.MaxRequests, Blocks: len(l.clean) + f.Promise, MaxTokens: f.MaxTokens, WeightVersion: l.version,
 	}
 	for rank := range l.memory.ranks {
-		r.Ranks = append(r.Ranks, wire.RankInfo{Rank: rank, Transport: descriptor(l, rank)})
+		info := wire.RankInfo{Rank: rank, Transport: descriptor(l, rank)}
+		if f.verifies() {
+			info.Checksums = l.memory.checksums()[rank].Off
+		}
+		r.Ranks = append(r.Ranks, info)
 	}
 	k.up(r)
 }
@@ -262,6 +276,10 @@ func (l *life) receive(k *link, m wire.Message) {
 				l.later(0, func() { l.settled(t) })
 			}
 			l.waiting = nil
+			for _, e := range l.unseen {
+				l.later(0, func() { l.checked(e) })
+			}
+			l.unseen = nil
 		case l.phase == serving:
 			l.step(engine.Received{Message: m})
 		}
@@ -309,6 +327,7 @@ func (l *life) carryOut(actions []engine.Action) {
 		actions = actions[1:]
 		switch a := action.(type) {
 		case engine.Send:
+			l.w.blame(l, a.Message)
 			if l.link != nil {
 				l.link.up(a.Message)
 			}

@@ -67,6 +67,7 @@ type flow struct {
 	trips  int     // reads so far
 	fails  int     // the read that fails; 0: none
 	hangs  int     // the read that never comes; 0: none
+	flips  int     // the word that changes on the way, counted from 1; 0: none
 
 	sourceBlocks, destinationBlocks []touch
 }
@@ -92,6 +93,10 @@ func (f *fabric) order(l *life, action handoff.Action) handoff.Event {
 	w := l.w
 	w.log("%v: %s", l, ordered{action})
 	switch a := action.(type) {
+	case handoff.Seal:
+		l.seal(a)
+	case handoff.Verify:
+		l.compare(a)
 	case handoff.OpenExport:
 		if f.exports == nil {
 			f.exports = map[exportKey]*export{}
@@ -175,6 +180,9 @@ func (t *flow) plan(copies []layout.Copy) {
 		t.copies = append(t.copies, layout.Copy{Src: c.Src / tagBytes, Dst: c.Dst / tagBytes, Len: c.Len / tagBytes})
 		t.words += int(c.Len / tagBytes)
 	}
+	if t.w.chance(t.w.script.Fleet.Flip) {
+		t.flips = 1 + t.w.rng.IntN(t.words)
+	}
 	t.step = max(1, t.words/(1+t.w.rng.IntN(3)))
 }
 
@@ -182,6 +190,9 @@ func (t *flow) plan(copies []layout.Copy) {
 func (l *life) blocks(rank int, off, length int64) []touch {
 	var list []touch
 	size := int64(l.memory.words[rank]) * tagBytes
+	if m := l.memory; m.sumsAt != nil && off >= int64(m.sumsAt[rank])*tagBytes {
+		off, size = off-int64(m.sumsAt[rank])*tagBytes, int64(m.sumWords[rank])*tagBytes
+	}
 	for id := off / size; id*size < off+length; id++ {
 		list = append(list, touch{int32(id), l.core.Pool().Generation(int32(id))})
 	}
@@ -210,12 +221,12 @@ func (t *flow) claim(number uint64, capability []byte) {
 		w.after(stall, func() { t.claim(number, capability) })
 		return
 	case t.source.dead:
-		t.end(transfer.Failed, transfer.ErrPeerLost)
+		t.refused(t.source, transfer.ErrPeerLost)
 		return
 	}
 	e := w.fabric.exports[exportKey{t.source, number, t.sourceRank}]
 	if e == nil || e.revoked || !bytes.Equal(e.capability, capability) {
-		t.end(transfer.Failed, transfer.ErrRefused)
+		t.refused(t.source, transfer.ErrRefused)
 		return
 	}
 	for _, c := range t.copies {
@@ -246,7 +257,7 @@ func (t *flow) meet() {
 	}
 	i := slices.IndexFunc(w.fabric.active, func(x *flow) bool { return x.kind == expect && x.tag == t.tag })
 	if i < 0 || t.destination.dead || w.fabric.active[i].state != transfer.Running {
-		t.end(transfer.Failed, transfer.ErrRefused)
+		t.refused(t.destination, transfer.ErrRefused)
 		return
 	}
 	t.slot = w.fabric.active[i]
@@ -262,6 +273,15 @@ func (t *flow) meet() {
 		}
 	}
 	t.move()
+}
+
+// refused ends a flow that its peer does not take. It counts as broken where the peer is not to blame, since it
+// died or lost its connection.
+func (t *flow) refused(by *life, err error) {
+	if by.dead || by.phase != serving {
+		t.w.counts.BrokenTransfers++
+	}
+	t.end(transfer.Failed, err)
 }
 
 // stall is how often a flow looks whether who stopped goes on.
@@ -329,7 +349,12 @@ func (t *flow) land() {
 	}
 	to := t.destination.memory.ranks[t.destinationRank]
 	i := 0
-	t.each(t.landed, t.landed+len(t.carried), func(_, dst int64) { to[dst] = t.carried[i]; i++ })
+	t.each(t.landed, t.landed+len(t.carried), func(_, dst int64) {
+		to[dst] = t.carried[i]
+		if i++; t.landed+i == t.flips {
+			t.flip(&to[dst])
+		}
+	})
 	t.landed += len(t.carried)
 	t.carried = t.carried[:0]
 	if s := t.slot; s != nil && s.landed == s.words {
@@ -341,6 +366,10 @@ func (t *flow) land() {
 func (t *flow) complete() {
 	if t.state == transfer.Unsafe {
 		t.end(transfer.Failed, t.err)
+		return
+	}
+	if t.kind == push && t.w.chance(t.w.script.Fleet.Fail) { // all has arrived, but the word of it did not
+		t.abort(transfer.ErrPeerLost)
 		return
 	}
 	t.end(transfer.Done, nil)

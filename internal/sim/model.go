@@ -75,6 +75,8 @@ type memory struct {
 	blockSize int
 	ranks     [][]uint64
 	words     []int // of a block on each rank
+	sumsAt    []int // the word from which on each rank keeps checksums; empty without
+	sumWords  []int // of a block's checksums
 	homes     []home
 }
 
@@ -117,6 +119,7 @@ func (m *memory) scribble(id int32) {
 			pool[i] = poison
 		}
 	}
+	m.scribbleSums(id)
 }
 
 func (m *memory) load(slot int, tags *[layers * heads]uint64) {

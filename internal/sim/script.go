@@ -2,6 +2,7 @@ package sim
 
 import (
 	"bufio"
+	"cmp"
 	"fmt"
 	"math/rand/v2"
 	"strconv"
@@ -40,6 +41,9 @@ type Fleet struct {
 	// Per mille of transfers that fail midway, that hang until they are cancelled, and of those stopped
 	// early that may still touch memory for a while.
 	Fail, Hang, Unsafe int
+	// Verify says which handoffs are verified (off, sample, all), Flip how many transfers, per mille, change a bit.
+	Verify string
+	Flip   int
 }
 
 // Request is what a client asks for. Its prompt is Shared tokens of a family of prompts, then Own tokens
@@ -80,9 +84,10 @@ type Fault struct {
 func Generate(seed uint64) Script {
 	g := generator{rand.New(rand.NewPCG(seed, 0x5eed))}
 	s := Script{Seed: seed, Fleet: g.fleet()}
+	s.Fleet.Verify, s.Fleet.Flip = verification(seed, s.Fleet)
 	calm := g.IntN(8) == 0
 	if calm {
-		s.Fleet.Fail, s.Fleet.Hang = 0, 0
+		s.Fleet.Fail, s.Fleet.Hang, s.Fleet.Flip = 0, 0, 0
 	}
 	span := time.Duration(10+g.IntN(60)) * time.Millisecond
 	for range 4 + g.IntN(10) {
@@ -122,6 +127,18 @@ func (g generator) fleet() Fleet {
 	}
 	f.Fail, f.Hang, f.Unsafe = g.one(0, 0, 50, 200), g.one(0, 0, 30), g.one(0, 300, 700)
 	return f
+}
+
+// verification draws from a source of its own: the rest of a seed's script does not depend on it.
+func verification(seed uint64, f Fleet) (mode string, flip int) {
+	g := generator{rand.New(rand.NewPCG(seed, 0xc5))}
+	if f.Both > 0 {
+		return "off", 0
+	}
+	if mode = []string{"off", "off", "sample", "all", "all"}[g.IntN(5)]; mode == "all" {
+		flip = g.one(0, 100, 300)
+	}
+	return mode, flip
 }
 
 func (g generator) ranks() (tp, pp int) {
@@ -209,9 +226,10 @@ func (s Script) String() string {
 	f := s.Fleet
 	fmt.Fprintf(&b, "seed %d\n", s.Seed)
 	fmt.Fprintf(&b, "fleet prefill=%d decode=%d both=%d policy=%s push=%t shared=%t block-size=%d prefill-blocks=%d decode-blocks=%d"+
-		" continuation=%d promise=%d max-requests=%d max-tokens=%d prefill-tp=%d prefill-pp=%d decode-tp=%d decode-pp=%d clients=%d fail=%d hang=%d unsafe=%d\n",
+		" continuation=%d promise=%d max-requests=%d max-tokens=%d prefill-tp=%d prefill-pp=%d decode-tp=%d decode-pp=%d clients=%d fail=%d hang=%d unsafe=%d verify=%s flip=%d\n",
 		f.Prefill, f.Decode, f.Both, f.Policy, f.Push, f.Shared, f.BlockSize, f.PrefillBlocks, f.DecodeBlocks,
-		f.Continuation, f.Promise, f.MaxRequests, f.MaxTokens, f.PrefillTP, f.PrefillPP, f.DecodeTP, f.DecodePP, f.Clients, f.Fail, f.Hang, f.Unsafe)
+		f.Continuation, f.Promise, f.MaxRequests, f.MaxTokens, f.PrefillTP, f.PrefillPP, f.DecodeTP, f.DecodePP, f.Clients, f.Fail, f.Hang, f.Unsafe,
+		cmp.Or(f.Verify, "off"), f.Flip)
 	for _, r := range s.Requests {
 		fmt.Fprintf(&b, "request at=%v client=%d family=%d shared=%d tail=%d own=%d max=%d stop=%d salt=%d logprobs=%t abort=%v\n",
 			r.At, r.Client, r.Family, r.Shared, r.Tail, r.Own, r.Max, r.Stop, r.Salt, r.Logprobs, r.Abort)
@@ -270,6 +288,7 @@ func (f *Fleet) fields() map[string]any {
 		"block-size": &f.BlockSize, "prefill-blocks": &f.PrefillBlocks, "decode-blocks": &f.DecodeBlocks,
 		"continuation": &f.Continuation, "promise": &f.Promise, "max-requests": &f.MaxRequests, "max-tokens": &f.MaxTokens, "prefill-tp": &f.PrefillTP, "prefill-pp": &f.PrefillPP,
 		"decode-tp": &f.DecodeTP, "decode-pp": &f.DecodePP, "clients": &f.Clients, "fail": &f.Fail, "hang": &f.Hang, "unsafe": &f.Unsafe,
+		"verify": &f.Verify, "flip": &f.Flip,
 	}
 }
 
@@ -318,6 +337,9 @@ func (s Script) validate() error {
 		if x.value < x.least {
 			return fmt.Errorf("sim: %s is %d; it must be at least %d", x.name, x.value, x.least)
 		}
+	}
+	if reason := f.checkVerify(); reason != "" {
+		return fmt.Errorf("sim: %s", reason)
 	}
 	for i, r := range s.Requests {
 		if r.Client < 0 || r.Client >= f.Clients || r.Shared < 0 || r.Own < 0 || r.Shared+r.Own < 1 || r.Max < 1 {

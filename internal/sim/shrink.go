@@ -48,6 +48,12 @@ func (s Script) simpler() []Script {
 	add(&s.Fleet.Fail, 0)
 	add(&s.Fleet.Hang, 0)
 	add(&s.Fleet.Unsafe, 0)
+	add(&s.Fleet.Flip, 0)
+	if s.Fleet.Verify != "off" && s.Fleet.Flip == 0 {
+		plain := s
+		plain.Fleet.Verify = "off"
+		list = append(list, plain)
+	}
 	for i := range s.Requests {
 		s.Requests = slices.Clone(s.Requests)
 		r := &s.Requests[i]

@@ -40,6 +40,7 @@ type Counts struct {
 	Events, Requests, Finished, Aborted, Failed, Retried int
 	Takeovers, Reruns, Evictions                         int
 	Handoffs, Transfers, BrokenTransfers, Quarantines    int
+	Flips, Corrupt                                       int // bits changed on the way; handoffs found damaged
 }
 
 // Add sums counts.
@@ -57,6 +58,8 @@ func (c *Counts) Add(o Counts) {
 	c.Transfers += o.Transfers
 	c.BrokenTransfers += o.BrokenTransfers
 	c.Quarantines += o.Quarantines
+	c.Flips += o.Flips
+	c.Corrupt += o.Corrupt
 }
 
 // Run plays a script to its end. The error is a *Failure, or says that the script is impossible.
@@ -201,7 +204,7 @@ func (w *world) build() error {
 	for _, r := range w.script.Requests {
 		w.at(int64(r.At), func() { w.clients[r.Client].want(r, 0) })
 	}
-	w.disturbed = w.script.Fleet.Fail+w.script.Fleet.Hang > 0
+	w.disturbed = w.script.Fleet.Fail+w.script.Fleet.Hang+w.script.Fleet.Flip > 0
 	for _, x := range w.script.Faults {
 		if err := w.schedule(x); err != nil {
 			return err
@@ -288,7 +291,7 @@ func (w *world) probe(n int) bool {
 	if n >= min(most, len(w.script.Requests)) || w.clients[0].link == nil {
 		return false
 	}
-	w.script.Fleet.Fail, w.script.Fleet.Hang = 0, 0
+	w.script.Fleet.Fail, w.script.Fleet.Hang, w.script.Fleet.Flip = 0, 0, 0
 	r := w.script.Requests[n]
 	r.Client, r.Abort, r.Logprobs = 0, 0, false
 	w.log("probe: request %d again", n+1)

@@ -28,7 +28,8 @@ func TestSeeds(t *testing.T) {
 		}
 		total.Add(counts)
 	}
-	if total.Finished < total.Requests/3 || total.Aborted == 0 || total.Quarantines == 0 || total.BrokenTransfers == 0 {
+	if total.Finished < total.Requests/3 || total.Aborted == 0 || total.Quarantines == 0 || total.BrokenTransfers == 0 ||
+		total.Flips == 0 || total.Corrupt == 0 {
 		t.Errorf("the runs covered too little: %+v", total)
 	}
 }
