@@ -316,6 +316,9 @@ func (a *attempt) checkFirst(w *world, r *wire.Result) {
 	if r.PromptTokens != len(a.prompt) || r.CachedTokens < 0 || r.CachedTokens >= len(a.prompt) {
 		w.fail("%v: %d prompt tokens reported, %d of them cached; it has %d", a, r.PromptTokens, r.CachedTokens, len(a.prompt))
 	}
+	if most := a.shared(w); r.CachedTokens > most && len(a.legs) < 2 {
+		w.fail("%v: %d tokens cached; with others of its salt it has %d in common", a, r.CachedTokens, most)
+	}
 	if !a.request.Logprobs {
 		return
 	}
@@ -339,6 +342,22 @@ func (a *attempt) checkFirst(w *world, r *wire.Result) {
 		}
 	}
 	w.fail("%v: its prompt logprobs are not those of an undisturbed run", a)
+}
+
+// shared is the longest prefix that a prompt has in common with another one of the same salt.
+func (a *attempt) shared(w *world) int {
+	longest := 0
+	for _, o := range w.attempts {
+		if o == a || o.request.Salt%2 != a.request.Salt%2 {
+			continue
+		}
+		n := 0
+		for n < min(len(a.prompt), len(o.prompt)) && a.prompt[n] == o.prompt[n] {
+			n++
+		}
+		longest = max(longest, n)
+	}
+	return longest
 }
 
 func (a *attempt) checkFinish(w *world, r *wire.Result) {
