@@ -10,6 +10,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -518,36 +519,59 @@ func TestEngineDeathGoesUnnoticed(t *testing.T) {
 	eventually(t, s, "an idle fleet", idle)
 }
 
+// pipe connects to a server in a way that virtual time can wait for.
+func pipe(s *Server, hello wire.Connect, opt wire.Options) (*wire.Conn, error) {
+	near, far := net.Pipe()
+	if err := s.Attach(wire.NewConn(near, wire.Options{}), hello); err != nil {
+		return nil, err
+	}
+	return wire.NewConn(far, opt), nil
+}
+
 // A process that is stopped keeps its connection and says nothing. It is found out within two seconds, and
 // is a stranger when it wakes.
 func TestSilentEngineIsDeclaredDead(t *testing.T) {
-	s := newServer(t, ServerConfig{})
-	addr := listen(t, s, "127.0.0.1:0")
-	inc := Incarnation()
-	conn, _, err := wire.Dial(t.Context(), "tcp", addr, wire.Connect{Kind: KindEngine, Name: "e0", Incarnation: inc}, wire.Options{KeepAlive: -1})
-	if err != nil {
-		t.Fatal(err)
-	}
-	stopped := startEngine(t, conn, inc, "e0", wire.RoleBoth, make(chan struct{}))
-	c := dialClient(t, addr)
-	st, err := c.Submit(t.Context(), &wire.SubmitRequest{Prompt: wire.Tokens{1}, Sampling: wire.Sampling{MaxTokens: 3}})
-	if err != nil {
-		t.Fatal(err)
-	}
-	stopped.gate <- struct{}{}
-	read(t, st, 2, 1)
-	began := time.Now()
-	gate := make(chan struct{}, 2)
-	gate <- struct{}{}
-	gate <- struct{}{}
-	dialEngine(t, addr, "e1", wire.RoleBoth, gate)
-	read(t, st, 3, 2)
-	if took := time.Since(began); took > 2*time.Second {
-		t.Errorf("the stream went on after %v", took)
-	}
-	<-conn.Done() // its connection was closed at the other end
-	dialEngine(t, addr, "e0", wire.RoleBoth, nil)
-	eventually(t, s, "the engine's return", func(st *wire.StatusReply) bool { return len(st.Engines) == 2 && idle(st) })
+	synctest.Test(t, func(t *testing.T) {
+		s := newServer(t, ServerConfig{})
+		engine := func(name string, opt wire.Options) *toyEngine {
+			inc := Incarnation()
+			conn, err := pipe(s, wire.Connect{Kind: KindEngine, Name: name, Incarnation: inc}, opt)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return startEngine(t, conn, inc, name, wire.RoleBoth, make(chan struct{}))
+		}
+		stopped := engine("e0", wire.Options{KeepAlive: -1})
+		c, err := newClient(t.Context(), ClientConfig{Logger: quiet()}, func(context.Context) (*wire.Conn, error) {
+			return pipe(s, wire.Connect{Kind: KindClient, Name: "test"}, wire.Options{})
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		st, err := c.Submit(t.Context(), &wire.SubmitRequest{Prompt: wire.Tokens{1}, Sampling: wire.Sampling{MaxTokens: 3}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		stopped.gate <- struct{}{}
+		read(t, st, 2, 1)
+		began := time.Now()
+		other := engine("e1", wire.Options{})
+		go func() {
+			other.gate <- struct{}{}
+			other.gate <- struct{}{}
+		}()
+		read(t, st, 3, 2)
+		if took := time.Since(began); took < time.Second || took > 1500*time.Millisecond {
+			t.Errorf("the stream went on after %v", took)
+		}
+		<-stopped.conn.Done() // it was closed at the other end
+		engine("e0", wire.Options{})
+		synctest.Wait()
+		if st, err := s.Status(t.Context()); err != nil || len(st.Engines) != 2 || !idle(st) {
+			t.Errorf("status after its return: %+v, %v", st, err)
+		}
+	})
 }
 
 func TestShutdownBringsHandoffsToTheirEnd(t *testing.T) {

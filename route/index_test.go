@@ -338,6 +338,19 @@ func BenchmarkIndex(b *testing.B) {
 				x.Match(prompts[i%len(prompts)], depths)
 			}
 		})
+		b.Run(fmt.Sprintf("expect/%d", blocks), func(b *testing.B) {
+			for i := range b.N {
+				x.Touch(prompts[i%len(prompts)])
+				x.Settle(x.Expect(i%8, prompts[i%len(prompts)]))
+			}
+		})
+		b.Run(fmt.Sprintf("report/%d", blocks), func(b *testing.B) { // a block stored and removed
+			for i := range b.N {
+				c := prompts[i%len(prompts)]
+				x.Store(i%8, kvcache.Digest{30: byte(i), 31: 200}, c[len(c)-1])
+				x.Remove(i%8, kvcache.Digest{30: byte(i), 31: 200})
+			}
+		})
 		b.Run(fmt.Sprintf("record/%d", blocks), func(b *testing.B) {
 			for i := range b.N {
 				x.Record(i%8, prompts[i%len(prompts)])
