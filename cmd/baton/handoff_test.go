@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"net/http"
 	"slices"
@@ -108,6 +109,7 @@ func (f *fleet) stream(ctx context.Context, body map[string]any, limit int) (ids
 
 // streamFrom is stream, and says when the first tokens have come.
 func (f *fleet) streamFrom(ctx context.Context, body map[string]any, limit int, begun chan<- struct{}) (ids []int32, err error) {
+	body = maps.Clone(body)
 	body["model"], body["stream"], body["return_token_ids"] = f.model, true, true
 	raw, err := json.Marshal(body)
 	if err != nil {
