@@ -118,6 +118,11 @@ func (v *visit) connected(k *link) {
 		return
 	}
 	v.c.link = k
+	for id := v.c.lastID - min(v.c.lastID, 2); id < v.c.lastID; id++ {
+		if v.c.running[id+1] == nil {
+			k.up(&wire.AbortRequest{ID: id + 1}) // of an earlier connection
+		}
+	}
 	for _, m := range v.c.pending {
 		v.c.send(m)
 	}
@@ -150,6 +155,9 @@ func (c *client) send(m wire.Message) {
 		c.running[s.ID].link = c.link
 	}
 	c.link.up(m)
+	if m, ok := m.(*wire.AbortRequest); ok && c.w.chance(100) {
+		c.link.up(m) // a duplicate
+	}
 }
 
 // want submits a request.

@@ -178,7 +178,7 @@ func (c *coordinatorLife) arm() {
 func (c *coordinatorLife) arrived(k *link, m wire.Message) {
 	switch m := m.(type) {
 	case *wire.SubmitRequest:
-		if a := c.w.attempt(m.Sampling.Seed); !slices.Contains(c.entry, a) {
+		if a := c.w.attempt(m.Sampling.Seed); a.coord == nil { // not a duplicate
 			a.coord, a.owner, a.legs, a.deaths, a.choosy = c, nil, nil, 0, false
 			c.entry = append(c.entry, a)
 		}

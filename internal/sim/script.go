@@ -123,7 +123,8 @@ func (g generator) fleet() Fleet {
 	f.PrefillBlocks = (longestContext+f.BlockSize-1)/f.BlockSize + g.IntN(60/f.BlockSize)
 	f.DecodeBlocks = (longestContext+f.BlockSize-1)/f.BlockSize + g.IntN(60/f.BlockSize)
 	if g.IntN(2) == 0 {
-		f.Continuation, f.Promise = 1+g.IntN(2), g.IntN(80/f.BlockSize)
+		f.Continuation, f.Promise = 1, g.IntN(200/f.BlockSize)
+		f.DecodeBlocks = (longestContext+f.BlockSize-1)/f.BlockSize + g.IntN(16/f.BlockSize)
 	}
 	f.Fail, f.Hang, f.Unsafe = g.one(0, 0, 50, 200), g.one(0, 0, 30), g.one(0, 300, 700)
 	return f
@@ -150,7 +151,7 @@ func (g generator) ranks() (tp, pp int) {
 }
 
 // longestContext is the most tokens that a generated request may come to.
-const longestContext = 44
+const longestContext = 56
 
 func (g generator) request(f Fleet, span time.Duration) Request {
 	r := Request{
@@ -159,6 +160,9 @@ func (g generator) request(f Fleet, span time.Duration) Request {
 	}
 	if r.Shared+r.Own == 0 {
 		r.Own = 1
+	}
+	if f.Continuation > 0 && g.IntN(2) == 0 {
+		r.Max = 12 + g.IntN(12)
 	}
 	if g.IntN(8) == 0 {
 		r.Salt = 1
