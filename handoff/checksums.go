@@ -81,12 +81,7 @@ func (c *Core) seal(x *export) {
 			open = append(open, id)
 		}
 	}
-	if len(open) == 0 && c.sealing == 0 {
-		c.open(x)
-		return
-	}
 	x.sealing = len(c.config.BlockBytes)
-	c.sealing += x.sealing
 	for rank := range x.sealing {
 		c.act(Seal{Handoff: x.handoff, Rank: rank, Blocks: open})
 	}
@@ -97,7 +92,6 @@ func (c *Core) sealedBy(e Sealed) {
 	if x == nil || x.sealing == 0 {
 		return
 	}
-	c.sealing--
 	if x.sealing--; x.sealing > 0 {
 		return
 	}

@@ -87,7 +87,6 @@ type Core struct {
 	transfers    map[uint64]*leg
 	retry        bool     // something changed that the queue may have waited for
 	sealed       []uint32 // of each block, the generation that has checksums or is about to
-	sealing      int      // Seals without an answer
 
 	stats   Stats
 	now     time.Time
