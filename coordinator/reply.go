@@ -144,6 +144,9 @@ func (c *Core) forward(l *leg, res *wire.Result) {
 	if res.Stats != nil && l.engine.reg.Role != wire.RolePrefill {
 		s.addStats(res.Stats)
 	}
+	if len(r.tokens) == cap(r.tokens) && len(r.tokens) < 64 { // spares short requests the steps in between
+		r.tokens = slices.Grow(r.tokens, min(max(r.maxTokens-len(r.tokens), 1), 64))
+	}
 	r.tokens = append(r.tokens, res.Tokens...)
 	r.context += len(res.Tokens)
 	c.held += len(res.Tokens)
