@@ -104,8 +104,8 @@ type Action interface{ action() }
 // Send gives a message to the coordinator.
 type Send struct{ Message wire.Message }
 
-// Transfer is the handoff's order to the transfer backend, or to whoever makes and compares checksums. Those that ask for an answer are answered by a
-// Moved, at once or later.
+// Transfer is the handoff's order to the transfer backend, or to whoever makes and compares checksums. Those
+// that ask for an answer are answered by a Moved, at once or later.
 type Transfer struct{ Order handoff.Action }
 
 // Handed tells, for metrics, that a handoff ended: "done" (with Stats), "failed" or "aborted".
