@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strconv"
 	"time"
 
 	"baton/wire"
@@ -61,6 +62,11 @@ func (a *attempt) String() string {
 
 // leaving reports whether the attempt may already be out of the coordinator's queues.
 func (a *attempt) leaving() bool { return a.aborted || !a.link.coordOpen }
+
+// pinned reports whether the attempt may wait for the engine of its session while others are free.
+func (a *attempt) pinned() bool {
+	return a.request.Session > 0 && a.client.w.script.Fleet.Policy == "session"
+}
 
 // named finds the attempt that a client knows under a number.
 func (w *world) named(client string, id uint64) *attempt {
@@ -177,6 +183,9 @@ func (c *client) want(r Request, try int) {
 	m := &wire.SubmitRequest{
 		ID: id, Prompt: a.prompt, Salt: []string{"", "salt"}[r.Salt%2],
 		Sampling: wire.Sampling{Seed: a.number, MaxTokens: r.Max, PromptLogprobs: r.Logprobs},
+	}
+	if r.Session > 0 {
+		m.Session = "session" + strconv.Itoa(r.Session)
 	}
 	if a.stop >= 0 {
 		m.Sampling.StopTokenIDs = wire.Tokens{a.stop}

@@ -21,8 +21,9 @@ type coordinatorLife struct {
 	entry, handoffs []*attempt
 	overtaken       []overtaking // in this step
 
-	ready   bool
-	unready int64 // since when it is not
+	ready    bool
+	unready  int64 // since when it is not
+	stopping bool  // it takes no new requests
 }
 
 // overtaking is a dispatch past somebody who, as far as the simulator knows, could have gone instead.
@@ -70,6 +71,31 @@ func (w *world) crashCoordinator(d time.Duration) {
 			w.fail("%v", err)
 		}
 	})
+}
+
+// leaveCoordinator lets the coordinator end in an orderly way: it brings what runs to an end, as long as it may
+// take. Another one starts after d.
+func (w *world) leaveCoordinator(d time.Duration) {
+	c := w.coordinator
+	if c == nil || c.stopping {
+		return
+	}
+	const patience = 200 * time.Millisecond
+	until := w.now + int64(patience)
+	c.stopping = true
+	c.step(nil, coordinator.Event{Message: &wire.Stop{}})
+	var look func()
+	look = func() {
+		switch {
+		case w.coordinator != c:
+		case c.core.Requests() > 0 && w.now < until:
+			w.after(5*time.Millisecond, look)
+		default:
+			c.step(nil, coordinator.Event{Message: &wire.Shutdown{}})
+			w.crashCoordinator(d)
+		}
+	}
+	look()
 }
 
 func (c *coordinatorLife) receive(k *link, m wire.Message) {
@@ -150,7 +176,7 @@ func (c *coordinatorLife) ended(s *coordinator.Summary) {
 	lacking := !c.ready && c.w.now-c.unready >= int64(wait)
 	broken := s.Failures >= bears && c.w.counts.BrokenTransfers >= bears
 	killed := s.Outcome == wire.CodeEngineLost && a.deaths >= bears
-	if !a.aborted && !lacking && !broken && !killed {
+	if !a.aborted && !lacking && !broken && !killed && !c.stopping {
 		c.w.fail("%v failed, though there was a way on: %+v", a, s)
 	}
 }
@@ -234,7 +260,7 @@ func (c *coordinatorLife) dispatch(queue *[]*attempt, number, id uint64, to *lif
 	}
 	i := slices.Index(*queue, a)
 	for _, earlier := range (*queue)[:max(i, 0)] {
-		if !earlier.choosy && c.need(earlier, to) <= c.need(a, to) {
+		if !earlier.choosy && !earlier.pinned() && c.need(earlier, to) <= c.need(a, to) {
 			c.overtaken = append(c.overtaken, overtaking{a, earlier, to})
 		}
 	}
@@ -335,7 +361,7 @@ func (c *coordinatorLife) checkQueues(s *wire.StatusReply) {
 
 // checkHead makes sure that the first of a queue could not start now.
 func (c *coordinatorLife) checkHead(s *wire.StatusReply, queue []*attempt, role string) {
-	if len(queue) == 0 || queue[0].leaving() || queue[0].choosy {
+	if len(queue) == 0 || queue[0].leaving() || queue[0].choosy || queue[0].pinned() {
 		return
 	}
 	for i := range s.Engines {

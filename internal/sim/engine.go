@@ -335,6 +335,9 @@ func (l *life) carryOut(actions []engine.Action) {
 			if answer := l.w.fabric.order(l, a.Order); answer != nil {
 				actions = append(actions, l.core.Step(l.w.time(), engine.Moved{Event: answer})...)
 			}
+		case engine.Leave:
+			l.w.log("%v is told to stop", l)
+			l.later(0, func() { l.seat.crash(10*time.Millisecond + l.w.within(20*time.Millisecond)) })
 		case engine.Handed:
 			l.w.counts.Handoffs++
 		case engine.Warn:

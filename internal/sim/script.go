@@ -56,6 +56,7 @@ type Request struct {
 	Max            int
 	Stop           int // the number of the token that stops it, counted from 1; 0 is none
 	Salt           int
+	Session        int           // 0 is none
 	Logprobs       bool          // of the prompt
 	Abort          time.Duration // after At; 0 is never
 }
@@ -65,7 +66,7 @@ const (
 	Crash   = "crash"   // an engine, client or the coordinator dies, and another one starts
 	Freeze  = "freeze"  // an engine stops (SIGSTOP) and goes on later
 	Cut     = "cut"     // a connection to the coordinator breaks
-	Leave   = "leave"   // an engine says DISCONNECT, and ends when it is let go
+	Leave   = "leave"   // an engine or the coordinator brings what it runs to an end, and then ends
 	Upgrade = "upgrade" // all engines restart with other weights
 	Pause   = "pause"   // a client pauses the fleet, and unpauses it
 	Suspend = "suspend" // it suspends the paused fleet in between
@@ -108,7 +109,7 @@ func (g generator) one(of ...int) int { return of[g.IntN(len(of))] }
 func (g generator) fleet() Fleet {
 	f := Fleet{
 		Prefill: g.one(1, 1, 2, 2, 3), Decode: g.one(1, 1, 2, 2, 3),
-		Policy: []string{"prefix", "prefix", "least-loaded", "round-robin"}[g.IntN(4)],
+		Policy: []string{"prefix", "prefix", "least-loaded", "round-robin", "session"}[g.IntN(5)],
 		Push:   g.IntN(2) == 0, Shared: g.IntN(2) == 0,
 		BlockSize: g.one(2, 4, 4, 8), MaxRequests: 1 + g.IntN(6), Clients: 1 + g.IntN(3),
 		PrefillTP: 1, PrefillPP: 1, DecodeTP: 1, DecodePP: 1,
@@ -167,6 +168,9 @@ func (g generator) request(f Fleet, span time.Duration) Request {
 	if g.IntN(8) == 0 {
 		r.Salt = 1
 	}
+	if g.IntN(2) == 0 {
+		r.Session = 1 + g.IntN(3)
+	}
 	if g.IntN(6) == 0 {
 		r.Stop = 1 + g.IntN(r.Max)
 	}
@@ -194,7 +198,7 @@ func (g generator) fault(f Fleet, span time.Duration) Fault {
 	case n < 16:
 		x.Kind, x.Who = Leave, g.engine(f)
 	case n < 17:
-		x.Kind, x.Who = Crash, "coordinator"
+		x.Kind, x.Who = []string{Crash, Leave}[g.IntN(2)], "coordinator"
 	case n < 18:
 		x.Kind, x.Who = Crash, g.client(f)
 	case n < 19:
@@ -235,8 +239,8 @@ func (s Script) String() string {
 		f.Continuation, f.Promise, f.MaxRequests, f.MaxTokens, f.PrefillTP, f.PrefillPP, f.DecodeTP, f.DecodePP, f.Clients, f.Fail, f.Hang, f.Unsafe,
 		cmp.Or(f.Verify, "off"), f.Flip)
 	for _, r := range s.Requests {
-		fmt.Fprintf(&b, "request at=%v client=%d family=%d shared=%d tail=%d own=%d max=%d stop=%d salt=%d logprobs=%t abort=%v\n",
-			r.At, r.Client, r.Family, r.Shared, r.Tail, r.Own, r.Max, r.Stop, r.Salt, r.Logprobs, r.Abort)
+		fmt.Fprintf(&b, "request at=%v client=%d family=%d shared=%d tail=%d own=%d max=%d stop=%d salt=%d session=%d logprobs=%t abort=%v\n",
+			r.At, r.Client, r.Family, r.Shared, r.Tail, r.Own, r.Max, r.Stop, r.Salt, r.Session, r.Logprobs, r.Abort)
 	}
 	for _, x := range s.Faults {
 		fmt.Fprintf(&b, "fault at=%v kind=%s who=%s for=%v\n", x.At, x.Kind, x.Who, x.For)
@@ -299,7 +303,7 @@ func (f *Fleet) fields() map[string]any {
 func (r *Request) fields() map[string]any {
 	return map[string]any{
 		"at": &r.At, "client": &r.Client, "family": &r.Family, "shared": &r.Shared, "tail": &r.Tail, "own": &r.Own,
-		"max": &r.Max, "stop": &r.Stop, "salt": &r.Salt, "logprobs": &r.Logprobs, "abort": &r.Abort,
+		"max": &r.Max, "stop": &r.Stop, "salt": &r.Salt, "session": &r.Session, "logprobs": &r.Logprobs, "abort": &r.Abort,
 	}
 }
 

@@ -58,7 +58,7 @@ func (s Script) simpler() []Script {
 		s.Requests = slices.Clone(s.Requests)
 		r := &s.Requests[i]
 		old := *r
-		if r.Abort, r.Logprobs, r.Stop, r.Salt = 0, false, 0, 0; *r != old {
+		if r.Abort, r.Logprobs, r.Stop, r.Salt, r.Session = 0, false, 0, 0, 0; *r != old {
 			list = append(list, s)
 		}
 		s.Requests = slices.Clone(s.Requests)

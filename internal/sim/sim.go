@@ -252,6 +252,8 @@ func (w *world) fault(x Fault) (func(), error) {
 		return func() { victim.cut() }, nil
 	case x.Who == "coordinator" && x.Kind == Crash:
 		return func() { w.crashCoordinator(x.For) }, nil
+	case x.Who == "coordinator" && x.Kind == Leave:
+		return func() { w.leaveCoordinator(x.For) }, nil
 	case x.Who == "fleet" && x.Kind == Upgrade:
 		return func() { w.upgrade(x.For) }, nil
 	case x.Who == "fleet" && x.Kind == Pause:
