@@ -328,6 +328,7 @@ func BenchmarkChecksums(b *testing.B) {
 	for i := range ids {
 		ids[i] = int32(i)
 	}
+	sample := []int32{0, 8, 16, 24, 32, 40, 48, 56, 62}
 	to := make([]byte, len(s.data))
 	b.Run("seal", func(b *testing.B) {
 		b.SetBytes(int64(len(s.data)))
@@ -339,6 +340,13 @@ func BenchmarkChecksums(b *testing.B) {
 		b.SetBytes(int64(len(s.data)))
 		for b.Loop() {
 			if err := s.verify(ids); err != nil {
+				b.Fatal(err)
+			}
+		}
+	})
+	b.Run("verify a sample", func(b *testing.B) {
+		for b.Loop() {
+			if err := s.verify(sample); err != nil {
 				b.Fatal(err)
 			}
 		}
