@@ -276,3 +276,31 @@ func BenchmarkApply(b *testing.B) {
 		})
 	}
 }
+
+// Checksums move like the tiles that they are of: in each leg the same runs, scaled.
+func TestChecksumsMoveLikeTiles(t *testing.T) {
+	const tile = 16
+	g := Geometry{BlockSize: 64, Layers: 6, KVHeads: 4, HeadDim: 8, Planes: 2, ElementBytes: 2}
+	sums, tileBytes := g.Checksums(tile), int64(tile*g.HeadDim*g.ElementBytes)
+	if sums.BlockBytes(Holding{Layers: 6, Heads: 4}) != 6*2*4*4*8 {
+		t.Errorf("%+v", sums)
+	}
+	shards := [][]Holding{
+		holdings(t, g, 1, 6), holdings(t, g, 2, 6), holdings(t, g, 4, 2, 4), holdings(t, g, 8, 6), holdings(t, g, 1, 1, 5), holdings(t, g, 2, 3, 3),
+	}
+	for _, src := range shards {
+		for _, dst := range shards {
+			want := compile(t, g, src, dst)
+			for i := range want.Legs {
+				l := &want.Legs[i]
+				l.SrcBlock, l.DstBlock = l.SrcBlock/tileBytes*8, l.DstBlock/tileBytes*8
+				for j, r := range l.Runs {
+					l.Runs[j] = Run{r.Src / tileBytes * 8, r.Dst / tileBytes * 8, r.Len / tileBytes * 8}
+				}
+			}
+			if got := compile(t, sums, src, dst); !reflect.DeepEqual(got, want) {
+				t.Errorf("%v to %v:\n%+v\nwant\n%+v", src, dst, got, want)
+			}
+		}
+	}
+}
