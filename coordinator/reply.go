@@ -81,6 +81,12 @@ func (c *Core) result(l *leg, res *wire.Result, ended bool) {
 		c.breach(l, ended, "engine %s ended its part of the request without saying how", e.reg.Name)
 		return
 	}
+	switch res.Finish {
+	case "", wire.FinishStop, wire.FinishLength, wire.FinishAbort, wire.FinishEvicted:
+	default:
+		c.breach(l, ended, "engine %s ended its part of the request by %.20q, which it cannot end by", e.reg.Name, res.Finish)
+		return
+	}
 	c.trim(r, res)
 	if e.reg.Role != wire.RoleDecode {
 		c.settle(l)
@@ -227,7 +233,6 @@ func (c *Core) ended(l *leg, res *wire.Result) {
 func (c *Core) breach(l *leg, last bool, format string, args ...any) {
 	r := l.r
 	err := internal(format, args...)
-	c.warn("request %d: %s", r.id, err.Message)
 	if last {
 		r.run = nil
 		c.end(l)
@@ -339,6 +344,11 @@ func (c *Core) failed(e *engine, m *wire.RequestError) {
 		return
 	}
 	r := l.r
+	switch m.Code {
+	case wire.CodeInvalid, wire.CodeUnavailable, wire.CodeEngineLost, wire.CodeInternal, wire.CodeCorrupt:
+	default:
+		m.Code = wire.CodeInternal // clients, and metrics, know just these
+	}
 	switch {
 	case l.export != nil:
 		c.sourceFailed(l, m)
