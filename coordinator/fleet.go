@@ -115,7 +115,7 @@ func (c *Core) register(p *peer, m *wire.RegisterRole) {
 	if old != nil {
 		c.act(Action{Kind: Close, Peer: old.peer.id, Text: fmt.Sprintf("engine %s registered on a new connection", m.Name)})
 		delete(c.peers, old.peer.id)
-		c.remove(old, "it was replaced by a new connection", true)
+		c.remove(old, "it was replaced by a new connection", old.reg.Incarnation != m.Incarnation)
 	}
 	c.admit(p, m)
 }

@@ -41,7 +41,7 @@ func (l *leg) runs() bool { return l.export == nil && !l.ended }
 
 // begin reserves room for a request on an engine.
 func (c *Core) begin(r *request, e *engine, d route.Decision) *leg {
-	l := &leg{id: r.id, r: r, engine: e, blocks: c.need(r, e), predicted: d.Match * c.fleet.geometry.BlockSize}
+	l := &leg{id: r.id, r: r, engine: e, blocks: c.reserve(r, e), predicted: d.Match * c.fleet.geometry.BlockSize}
 	first := &r.prefilled
 	if r.state == exported {
 		first = &r.decoded

@@ -200,7 +200,7 @@ func (c *Core) place(p *pool, r *request) bool {
 	c.chosen, c.candidates = c.chosen[:0], c.candidates[:0]
 	slots, bound := 0, c.bound(p, r)
 	for _, e := range p.engines {
-		if e.claimed != c.scan && e.canTake(c.need(r, e)) && (bound == e || bound == nil && c.suits(r, e)) {
+		if e.claimed != c.scan && e.canTake(c.reserve(r, e)) && (bound == e || bound == nil && c.suits(r, e)) {
 			c.chosen = append(c.chosen, e)
 			slots = max(slots, e.slot+1)
 		}

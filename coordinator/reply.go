@@ -155,6 +155,7 @@ func (c *Core) forward(l *leg, res *wire.Result) {
 	}
 	r.tokens = append(r.tokens, res.Tokens...)
 	r.context += len(res.Tokens)
+	c.widen(l)
 	c.held += len(res.Tokens)
 	s.Generated += len(res.Tokens)
 	res.ID, res.Export = r.clientID, nil

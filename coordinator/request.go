@@ -166,6 +166,27 @@ func (c *Core) need(r *request, e *engine) int {
 	return max(prompt, blocks(total-1, size))
 }
 
+// reserve is how many of them to set aside when a leg begins there: no more than the engine itself does.
+func (c *Core) reserve(r *request, e *engine) int {
+	n := c.need(r, e)
+	if k := e.reg.Continuation; k > 0 && e.reg.Role != wire.RolePrefill {
+		n = min(n, blocks(r.context, e.reg.Geometry.BlockSize)+k)
+	}
+	return n
+}
+
+// widen lets what is set aside for a leg follow the tokens that came, as far as the engine has blocks.
+// Beyond that the engine itself makes its requests wait, or gives some back.
+func (c *Core) widen(l *leg) {
+	if e := l.engine; e.reg.Continuation > 0 {
+		more := min(c.reserve(l.r, e)-l.blocks, e.reg.Blocks-e.blocks)
+		if more > 0 && e.reg.Role != wire.RolePrefill {
+			l.blocks += more
+			e.blocks += more
+		}
+	}
+}
+
 // start sends a request to the engine that was chosen for its next leg.
 func (c *Core) start(r *request, e *engine, d route.Decision) {
 	l := c.begin(r, e, d)

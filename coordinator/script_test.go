@@ -153,7 +153,7 @@ func (s *script) join(kind, name string, a args) string {
 			KVDType: "bf16", VocabSize: 100, MaxSeqLen: a.int("max-seq", 64),
 			VerifyHandoff: a["verify"],
 		},
-		Requests: a.int("requests", 4), Blocks: a.int("blocks", 32), WeightVersion: uint64(a.int("version", 1)),
+		Requests: a.int("requests", 4), Blocks: a.int("blocks", 32), Continuation: a.int("continuation", 0), WeightVersion: uint64(a.int("version", 1)),
 		Ranks: []wire.RankInfo{{Transport: []byte(name)}},
 	}
 	if tr, ok := a["transport"]; ok {

@@ -220,7 +220,7 @@ func (e *Engine) register(ctx context.Context, inbox <-chan wire.Message, ended 
 	if err := e.conn.Send(&wire.RegisterRole{
 		Role: c.Role, Name: c.Name, Incarnation: e.incarnation, Model: c.ServedModel, Geometry: c.geometry(),
 		Transport: c.Transport, Ranks: e.ranks(), Requests: c.MaxRequests, Blocks: c.blocks(),
-		MaxTokens: c.MaxTokens, WeightVersion: weightVersion,
+		MaxTokens: c.MaxTokens, WeightVersion: weightVersion, Continuation: max(c.Continuation, 0),
 	}); err != nil {
 		return err
 	}

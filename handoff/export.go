@@ -132,7 +132,7 @@ func (c *Core) opened(e Opened) {
 		return
 	}
 	if e.Err != nil {
-		c.fail(x.id, wire.CodeInternal, true, "its KV cannot be offered: %v", e.Err)
+		c.fail(x.id, wire.CodeUnavailable, true, "its KV cannot be offered: %v", e.Err)
 		c.release(x)
 		return
 	}

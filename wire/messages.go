@@ -112,6 +112,9 @@ type RegisterRole struct {
 	MaxTokens   int // tokens a step
 	// WeightVersion is that of the weights it serves. KV of another version is never matched.
 	WeightVersion uint64
+	// Continuation is how many KV blocks it sets aside for the new tokens of a request when that begins; more are
+	// taken as they are needed. 0: for all tokens that the request may generate.
+	Continuation int
 }
 
 // RankInfo is one rank's place in the layout and the transport's own description of its memory.

@@ -872,8 +872,8 @@ func (z *RankInfo) Msgsize() (s int) {
 // MarshalMsg implements msgp.Marshaler
 func (z *RegisterRole) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
-	// array header, size 11
-	o = append(o, 0x9b)
+	// array header, size 12
+	o = append(o, 0x9c)
 	o = msgp.AppendString(o, z.Role)
 	o = msgp.AppendString(o, z.Name)
 	o = msgp.AppendUint64(o, z.Incarnation)
@@ -896,6 +896,7 @@ func (z *RegisterRole) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.AppendInt(o, z.Blocks)
 	o = msgp.AppendInt(o, z.MaxTokens)
 	o = msgp.AppendUint64(o, z.WeightVersion)
+	o = msgp.AppendInt(o, z.Continuation)
 	return
 }
 
@@ -1043,6 +1044,14 @@ func (z *RegisterRole) UnmarshalMsg(bts []byte) (o []byte, err error) {
 		if zb0001--; zb0001 == 0 {
 			break
 		}
+		z.Continuation, bts, err = msgp.ReadIntBytes(bts)
+		if err != nil {
+			err = msgp.WrapError(err, "Continuation")
+			return
+		}
+		if zb0001--; zb0001 == 0 {
+			break
+		}
 		for ; zb0001 > 0; zb0001-- {
 			bts, err = msgp.Skip(bts)
 			if err != nil {
@@ -1061,7 +1070,7 @@ func (z *RegisterRole) Msgsize() (s int) {
 	for zb0001 := range z.Ranks {
 		s += 1 + msgp.IntSize + msgp.BytesPrefixSize + len(z.Ranks[zb0001].Transport) + msgp.Int64Size
 	}
-	s += msgp.IntSize + msgp.IntSize + msgp.IntSize + msgp.Uint64Size
+	s += msgp.IntSize + msgp.IntSize + msgp.IntSize + msgp.Uint64Size + msgp.IntSize
 	return
 }
 

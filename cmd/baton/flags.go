@@ -76,7 +76,7 @@ func (b *byteCount) UnmarshalText(text []byte) error {
 func (f engineFlags) config(m modelFlags, ck *checkpoint.Checkpoint) engine.Config {
 	return engine.Config{
 		ServedModel: m.name(), Checkpoint: ck,
-		BlockSize: f.BlockSize, KVBytes: int64(f.KVMemory), KVType: kvTypes[f.KVDtype],
+		BlockSize: f.BlockSize, Continuation: f.Continuation, KVBytes: int64(f.KVMemory), KVType: kvTypes[f.KVDtype],
 		MaxRequests: f.MaxRequests, MaxTokens: f.MaxTokens, MaxSeqLen: f.MaxSeqLen,
 		Threads: f.Threads, Transport: f.Transfer, Logprobs: engine.LogprobsMode(f.Logprobs),
 		VerifyHandoff: handoff.Verification(f.VerifyHandoff),

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"time"
 
@@ -52,7 +53,13 @@ func (c *coordinatorCmd) Run(env *environment) error {
 		select {
 		case <-hub.Exit():
 			stop() // a client asked for it
+			return nil
 		case <-ctx.Done():
+		}
+		drain, cancel := context.WithTimeout(context.WithoutCancel(ctx), c.DrainWait)
+		defer cancel()
+		if err := hub.Shutdown(drain); err != nil {
+			env.log.Warn("requests were cut off", "error", err)
 		}
 		return nil
 	})
@@ -74,6 +81,9 @@ type engineCmd struct {
 }
 
 func (c *engineCmd) Run(env *environment) error {
+	if c.DP < 1 || c.DP > maxEngines {
+		return fmt.Errorf("--dp %d: a process runs 1 to %d engines", c.DP, maxEngines)
+	}
 	sec, err := c.secure("engine", env.log)
 	if err != nil {
 		return err
@@ -101,6 +111,9 @@ func (c *engineCmd) Run(env *environment) error {
 		one.Role, one.Name = c.Role, c.engineName(i)
 		e, err := engine.New(one)
 		if err != nil {
+			for _, made := range list {
+				err = errors.Join(err, made.Close())
+			}
 			return err
 		}
 		list = append(list, e)
