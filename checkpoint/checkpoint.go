@@ -110,9 +110,14 @@ func (w *Weights) each(f func(tensor.Tensor)) {
 		l := &w.Layers[i]
 		for _, t := range []tensor.Tensor{
 			l.InputNorm, l.PostNorm, l.Q, l.K, l.V, l.O, l.QBias, l.KBias, l.VBias, l.OBias,
-			l.QNorm, l.KNorm, l.Gate, l.Up, l.Down, l.GateBias, l.UpBias, l.DownBias,
+			l.QNorm, l.KNorm, l.Gate, l.Up, l.Down, l.GateBias, l.UpBias, l.DownBias, l.Router,
 		} {
 			visit(t)
+		}
+		for _, e := range l.Experts {
+			visit(e.Gate)
+			visit(e.Up)
+			visit(e.Down)
 		}
 	}
 	visit(w.Norm)

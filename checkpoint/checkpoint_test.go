@@ -59,7 +59,7 @@ func (c config) with(changes config) config {
 }
 
 func tinyConfig(family string) config {
-	class := map[string]string{"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+	class := map[string]string{"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 	return config{
 		"model_type": family, "architectures": []string{class[family]},
 		"vocab_size": 10, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -131,6 +131,9 @@ func TestGoldens(t *testing.T) {
 		"llama": {Family: "llama", VocabSize: 640, HiddenSize: 96, Layers: 3, Heads: 6, KVHeads: 2, HeadDim: 16, Intermediate: 208, NormEps: 1e-5, MaxPositions: 4096, BOS: 1},
 		"qwen2": {Family: "qwen2", VocabSize: 640, HiddenSize: 64, Layers: 4, Heads: 4, KVHeads: 2, HeadDim: 16, Intermediate: 176, NormEps: 1e-6, MaxPositions: 4096, BOS: 1, TiedHead: true},
 		"qwen3": {Family: "qwen3", VocabSize: 640, HiddenSize: 80, Layers: 4, Heads: 8, KVHeads: 4, HeadDim: 32, Intermediate: 144, NormEps: 1e-6, MaxPositions: 4096, BOS: 1, TiedHead: true, QKNorm: true},
+		"qwen3_moe": {Family: "qwen3_moe", VocabSize: 640, HiddenSize: 64, Layers: 4, Heads: 8, KVHeads: 4, HeadDim: 16, Intermediate: 128, NormEps: 1e-6, MaxPositions: 4096, BOS: 1, QKNorm: true, Experts: checkpoint.Experts{
+			Count: 8, TopK: 2, Intermediate: 48, Normalize: true, Layers: []bool{false, true, true, true},
+		}},
 	} {
 		c := open(t, filepath.Join(goldens, name))
 		got := c.Spec
@@ -145,11 +148,17 @@ func TestGoldens(t *testing.T) {
 		if (l.QBias.Data != nil) != qkv || (l.KBias.Data != nil) != qkv || (l.VBias.Data != nil) != qkv || l.OBias.Data != nil || l.GateBias.Data != nil {
 			t.Errorf("%s: biases are wrong", name)
 		}
-		if norms := name == "qwen3"; (l.QNorm.Data != nil) != norms || (l.KNorm.Data != nil) != norms {
+		if norms := want.QKNorm; (l.QNorm.Data != nil) != norms || (l.KNorm.Data != nil) != norms {
 			t.Errorf("%s: query and key norms are wrong", name)
 		}
 		if tied := c.Weights.Head.Name == c.Weights.Embed.Name; tied != want.TiedHead {
 			t.Errorf("%s: head is %s", name, c.Weights.Head.Name)
+		}
+		for i, l := range c.Weights.Layers {
+			sparse := i < len(want.Experts.Layers) && want.Experts.Layers[i]
+			if got.Sparse(i) != sparse || (l.Router.Data != nil) != sparse || (l.Gate.Data == nil) != sparse || len(l.Experts) > 0 != sparse {
+				t.Errorf("%s: layer %d has an MLP: %v, experts: %d, router: %v", name, i, l.Gate.Data != nil, len(l.Experts), l.Router.Shape)
+			}
 		}
 		if c.Format() != checkpoint.Safetensors || c.GGUF() != nil || c.Bytes() != 4*c.Parameters() {
 			t.Errorf("%s: format %s, %d bytes, %d parameters", name, c.Format(), c.Bytes(), c.Parameters())

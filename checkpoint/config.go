@@ -37,6 +37,15 @@ type hfConfig struct {
 	BOS                   idList   `json:"bos_token_id"`
 	EOS                   idList   `json:"eos_token_id"`
 
+	// Qwen3-MoE. transformers 4 writes num_experts, 5 num_local_experts.
+	NumExperts          *int  `json:"num_experts"`
+	NumLocalExperts     *int  `json:"num_local_experts"`
+	NumExpertsPerTok    int   `json:"num_experts_per_tok"`
+	MoEIntermediateSize int   `json:"moe_intermediate_size"`
+	NormTopKProb        bool  `json:"norm_topk_prob"`
+	DecoderSparseStep   *int  `json:"decoder_sparse_step"`
+	MLPOnlyLayers       []int `json:"mlp_only_layers"`
+
 	// transformers 5 has rope_parameters, theta included; 4 has rope_theta beside rope_scaling.
 	RopeParameters      *hfRope  `json:"rope_parameters"`
 	RopeScaling         *hfRope  `json:"rope_scaling"`
@@ -240,6 +249,8 @@ func openWeights(folder string) (*tensor.Safetensors, error) {
 	return nil, problemf(tensor.ErrMissing, folder, "model.safetensors", "is not in the folder, and no model.safetensors.index.json either")
 }
 
+func hfName(f family) string { return f.name }
+
 // family names the family, by model_type or, in a config without one, by architecture.
 func (h *hfConfig) family() (family, error) {
 	if h.ModelType == "" && len(h.Architectures) > 0 {
@@ -248,9 +259,9 @@ func (h *hfConfig) family() (family, error) {
 				return f, nil
 			}
 		}
-		return findFamily("architectures", h.Architectures[0])
+		return findFamily("architectures", h.Architectures[0], hfName)
 	}
-	f, err := findFamily("model_type", h.ModelType)
+	f, err := findFamily("model_type", h.ModelType, hfName)
 	if err == nil && len(h.Architectures) > 0 && !slices.Contains(h.Architectures, f.architecture) {
 		return f, unsupported("architectures", "%q does not generate text; %s is supported", h.Architectures[0], f.architecture)
 	}
@@ -281,6 +292,12 @@ func (h *hfConfig) spec(f family) (Spec, ropeParams, error) {
 			return s, ropeParams{}, malformed("num_attention_heads", "is %d, which does not divide hidden_size %d, and head_dim is not given", s.Heads, s.HiddenSize)
 		}
 		s.HeadDim = s.HiddenSize / s.Heads
+	}
+	if f.experts {
+		var err error
+		if s.Experts, err = h.experts(); err != nil {
+			return s, ropeParams{}, err
+		}
 	}
 	rope, err := h.rope(s.HeadDim)
 	if rope.kind == "yarn" { // some configs keep the length before stretching

@@ -6,28 +6,31 @@ import (
 
 // family is what sets one line of models apart from the others, beyond its numbers.
 type family struct {
-	name         string // also GGUF's general.architecture and config.json's model_type
+	name         string // also config.json's model_type
+	gguf         string // GGUF's general.architecture
 	architecture string // the class that config.json names
 	qkvBias      bool   // query, key and value have biases whatever attention_bias says
 	qkNorm       bool
 	headDim      int  // when config.json has none; 0 derives it from the hidden size
 	interleaved  bool // GGUF stores query and key rows for interleaved RoPE
+	experts      bool // some layers are mixtures of experts
 }
 
 var families = []family{
-	{name: "llama", architecture: "LlamaForCausalLM", interleaved: true},
-	{name: "qwen2", architecture: "Qwen2ForCausalLM", qkvBias: true},
-	{name: "qwen3", architecture: "Qwen3ForCausalLM", qkNorm: true, headDim: 128},
+	{name: "llama", gguf: "llama", architecture: "LlamaForCausalLM", interleaved: true},
+	{name: "qwen2", gguf: "qwen2", architecture: "Qwen2ForCausalLM", qkvBias: true},
+	{name: "qwen3", gguf: "qwen3", architecture: "Qwen3ForCausalLM", qkNorm: true, headDim: 128},
+	{name: "qwen3_moe", gguf: "qwen3moe", architecture: "Qwen3MoeForCausalLM", qkNorm: true, headDim: 128, experts: true},
 }
 
-// findFamily looks a family up by the name that field holds.
-func findFamily(field, name string) (family, error) {
+// findFamily looks a family up by the name that field holds; called says how the format calls a family.
+func findFamily(field, name string, called func(family) string) (family, error) {
 	known := make([]string, len(families))
 	for i, f := range families {
-		if f.name == name {
+		known[i] = called(f)
+		if known[i] == name {
 			return f, nil
 		}
-		known[i] = f.name
 	}
 	return family{}, unsupported(field, "family %q is not supported; supported: %s", name, strings.Join(known, ", "))
 }
@@ -40,6 +43,7 @@ const (
 	maxWidth     = 1 << 24
 	maxVocab     = 1 << 26
 	maxPositions = 1 << 30
+	maxExperts   = 1 << 14
 )
 
 // check holds every number against its bounds, so that later code may multiply them.
@@ -63,6 +67,9 @@ func (s *Spec) check() error {
 	}
 	if s.Heads%s.KVHeads != 0 {
 		return malformed("number of key/value heads", "is %d, which does not divide the %d attention heads", s.KVHeads, s.Heads)
+	}
+	if err := s.Experts.check(); err != nil {
+		return err
 	}
 	if !(s.NormEps > 0 && s.NormEps < 1) {
 		return malformed("RMSNorm epsilon", "is %g; it must lie between 0 and 1", s.NormEps)

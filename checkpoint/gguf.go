@@ -7,7 +7,7 @@ import (
 	"baton/tensor"
 )
 
-// openGGUF opens a file whose metadata says llama, qwen2 or qwen3.
+// openGGUF opens a file whose metadata names a supported architecture.
 func openGGUF(path string) (*Checkpoint, error) {
 	g, err := tensor.OpenGGUF(path)
 	if err != nil {
@@ -25,12 +25,12 @@ func (c *Checkpoint) fromGGUF() error {
 	if err != nil {
 		return err
 	}
-	f, err := findFamily("general.architecture", architecture)
+	f, err := findFamily("general.architecture", architecture, func(f family) string { return f.gguf })
 	if err != nil {
 		return c.problem("", err)
 	}
 	m := ggufMetadata{g: c.gguf, prefix: architecture + "."}
-	m.refuse()
+	m.refuse(f)
 	embed, ok := c.gguf.Tensor(ggufNames.embed + ".weight")
 	if !ok {
 		return problemf(tensor.ErrMissing, c.Path, "tensor \""+ggufNames.embed+".weight\"", "is not in the file; is this a language model?")
@@ -55,6 +55,9 @@ func (c *Checkpoint) fromGGUF() error {
 	s.HeadDim = m.uniform("attention.key_length", &derived)
 	if v := m.uniform("attention.value_length", &derived); m.err == nil && v != s.HeadDim {
 		m.err = unsupported(m.prefix+"attention.value_length", "is %d where keys have %d; they must be equal", v, s.HeadDim)
+	}
+	if f.experts {
+		s.Experts = m.experts(s.Layers)
 	}
 	rope := m.rope(s.HeadDim, s.MaxPositions)
 	if rope.kind == "yarn" {
@@ -117,14 +120,14 @@ func (m *ggufMetadata) number(key string, byDefault *float64) float64 {
 }
 
 // refuse names what a supported architecture can have in its metadata but this program does not do.
-func (m *ggufMetadata) refuse() {
+func (m *ggufMetadata) refuse(f family) {
 	zero := 0
 	if m.g.Has("split.count") {
 		if n, err := m.g.Int("split.count"); err != nil || n > 1 {
 			m.keep(unsupported("split.count", "says that this is one part of a split file; merge the parts first"))
 		}
 	}
-	if m.uniform("expert_count", &zero) > 0 {
+	if !f.experts && m.uniform("expert_count", &zero) > 0 {
 		m.keep(unsupported(m.prefix+"expert_count", "says that this is a mixture of experts, which is not supported"))
 	}
 	if m.uniform("attention.sliding_window", &zero) > 0 {

@@ -25,7 +25,7 @@ func asGGUF(t *testing.T, c *checkpoint.Checkpoint, dtype tensor.DType, more ...
 // A checkpoint written as GGUF is the same model: equal numbers, equal weights but for the order of a
 // llama's query and key rows.
 func TestGGUFEqualsFolder(t *testing.T) {
-	for _, name := range []string{"llama", "qwen2", "qwen3"} {
+	for _, name := range []string{"llama", "qwen2", "qwen3", "qwen3_moe"} {
 		hf := open(t, filepath.Join(goldens, name))
 		g := open(t, asGGUF(t, hf, tensor.F32))
 		want, got := hf.Spec, g.Spec
@@ -50,6 +50,13 @@ func TestGGUFEqualsFolder(t *testing.T) {
 		a, b := hf.Weights.Layers[1], g.Weights.Layers[1]
 		pairs := [][2]tensor.Tensor{{a.V, b.V}, {a.O, b.O}, {a.Gate, b.Gate}, {a.Up, b.Up}, {a.Down, b.Down}, {a.InputNorm, b.InputNorm},
 			{a.PostNorm, b.PostNorm}, {a.QNorm, b.QNorm}, {a.KNorm, b.KNorm}, {a.VBias, b.VBias}, {hf.Weights.Embed, g.Weights.Embed}, {hf.Weights.Head, g.Weights.Head}, {hf.Weights.Norm, g.Weights.Norm}}
+		for e := range a.Experts {
+			x, y := a.Experts[e], b.Experts[e]
+			pairs = append(pairs, [2]tensor.Tensor{x.Gate, y.Gate}, [2]tensor.Tensor{x.Up, y.Up}, [2]tensor.Tensor{x.Down, y.Down})
+		}
+		if len(a.Experts) > 0 {
+			pairs = append(pairs, [2]tensor.Tensor{a.Router, b.Router})
+		}
 		if name != "llama" {
 			pairs = append(pairs, [2]tensor.Tensor{a.Q, b.Q}, [2]tensor.Tensor{a.KBias, b.KBias})
 		}

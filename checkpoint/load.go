@@ -14,6 +14,7 @@ type names struct {
 	inputNorm, postNorm      string
 	q, k, v, o, qNorm, kNorm string
 	gate, up, down           string
+	experts                  expertNames
 }
 
 var hfNames = names{
@@ -22,6 +23,11 @@ var hfNames = names{
 	q: "self_attn.q_proj", k: "self_attn.k_proj", v: "self_attn.v_proj", o: "self_attn.o_proj",
 	qNorm: "self_attn.q_norm", kNorm: "self_attn.k_norm",
 	gate: "mlp.gate_proj", up: "mlp.up_proj", down: "mlp.down_proj",
+	experts: expertNames{
+		router: "mlp.gate",
+		gate:   "mlp.experts.%d.gate_proj", up: "mlp.experts.%d.up_proj", down: "mlp.experts.%d.down_proj",
+		allGateUp: "mlp.experts.gate_up_proj", allDown: "mlp.experts.down_proj",
+	},
 }
 
 var ggufNames = names{
@@ -30,6 +36,10 @@ var ggufNames = names{
 	q: "attn_q", k: "attn_k", v: "attn_v", o: "attn_output",
 	qNorm: "attn_q_norm", kNorm: "attn_k_norm",
 	gate: "ffn_gate", up: "ffn_up", down: "ffn_down",
+	experts: expertNames{
+		router:  "ffn_gate_inp",
+		allGate: "ffn_gate_exps.weight", allUp: "ffn_up_exps.weight", allDown: "ffn_down_exps.weight",
+	},
 }
 
 // presence is whether a checkpoint has a kind of tensor.
@@ -75,7 +85,7 @@ func (l *loader) layer(s *Spec, n names, i int, has optional) Layer {
 	if s.QKNorm {
 		qkNorm = always
 	}
-	return Layer{
+	out := Layer{
 		InputNorm: l.vector(at(n.inputNorm), s.HiddenSize, always),
 		PostNorm:  l.vector(at(n.postNorm), s.HiddenSize, always),
 		Q:         l.matrix(at(n.q), queries, s.HiddenSize),
@@ -88,13 +98,19 @@ func (l *loader) layer(s *Spec, n names, i int, has optional) Layer {
 		OBias:     l.bias(at(n.o), s.HiddenSize, has.outBias),
 		QNorm:     l.vector(at(n.qNorm), s.HeadDim, qkNorm),
 		KNorm:     l.vector(at(n.kNorm), s.HeadDim, qkNorm),
-		Gate:      l.matrix(at(n.gate), s.Intermediate, s.HiddenSize),
-		Up:        l.matrix(at(n.up), s.Intermediate, s.HiddenSize),
-		Down:      l.matrix(at(n.down), s.HiddenSize, s.Intermediate),
-		GateBias:  l.bias(at(n.gate), s.Intermediate, has.mlpBias),
-		UpBias:    l.bias(at(n.up), s.Intermediate, has.mlpBias),
-		DownBias:  l.bias(at(n.down), s.HiddenSize, has.mlpBias),
 	}
+	if s.Sparse(i) {
+		out.Router = l.matrix(at(n.experts.router), s.Experts.Count, s.HiddenSize)
+		out.Experts = l.experts(s, n.experts, at)
+		return out
+	}
+	out.Gate = l.matrix(at(n.gate), s.Intermediate, s.HiddenSize)
+	out.Up = l.matrix(at(n.up), s.Intermediate, s.HiddenSize)
+	out.Down = l.matrix(at(n.down), s.HiddenSize, s.Intermediate)
+	out.GateBias = l.bias(at(n.gate), s.Intermediate, has.mlpBias)
+	out.UpBias = l.bias(at(n.up), s.Intermediate, has.mlpBias)
+	out.DownBias = l.bias(at(n.down), s.HiddenSize, has.mlpBias)
+	return out
 }
 
 // head finds the output matrix. A file without one is tied whatever its config says; one that claims to
@@ -116,7 +132,11 @@ func (l *loader) head(s *Spec, w *Weights, name string) {
 }
 
 func (l *loader) matrix(name string, rows, cols int) tensor.Tensor {
-	t := l.find(name+".weight", always, rows, cols)
+	return l.multiplied(l.find(name+".weight", always, rows, cols))
+}
+
+// multiplied refuses a matrix, or a stack of them, of a type that cannot be one.
+func (l *loader) multiplied(t tensor.Tensor) tensor.Tensor {
 	switch t.DType {
 	case tensor.Invalid, tensor.F32, tensor.F16, tensor.BF16:
 	default:

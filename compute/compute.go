@@ -87,10 +87,26 @@ type Linear struct {
 	Segments int
 }
 
+// Experts are the same matrix of every expert of a layer, made ready for MatMulExperts.
+type Experts interface {
+	Count() int
+	Rows() int // of each matrix, as the others
+	Cols() int
+	DType() tensor.DType
+}
+
+// Router says how logits become a token's experts: a softmax over all of them, of which the largest count,
+// and of equals the first. An expert's weight is its probability.
+type Router struct {
+	Normalize bool // divide each weight by the sum of the token's weights
+}
+
 // Backend is one device with one ordered stream. It is used by one goroutine at a time.
 type Backend interface {
 	// Load makes a checkpoint tensor usable by the device. The tensor's bytes must outlive the Weight.
 	Load(t tensor.Tensor) (Weight, error)
+	// LoadExperts makes the same matrix of all experts usable; all have one shape and one type.
+	LoadExperts(ts []tensor.Tensor) (Experts, error)
 	// Alloc returns zeroed device memory.
 	Alloc(bytes int) (Buffer, error)
 	// Free returns the memory. Buffers from Wrap are only forgotten.
@@ -117,6 +133,25 @@ type Backend interface {
 	Attention(dst, q Mat, kv KV, layer int, seqs []Sequence, scale float32)
 	// SiLUMul writes silu(gate) * up. dst may be gate.
 	SiLUMul(dst, gate, up Mat)
+
+	// A mixture of experts is Route, Dispatch, MatMulExperts as often as an expert has matrices, and Combine.
+	// In between, a batch of n tokens is n*topK rows, one for each token and expert, in an order that only
+	// the device knows: rows of one expert lie together.
+
+	// Routing returns memory for the routes of up to maxTokens tokens to topK of experts each. It holds what
+	// the last Route found.
+	Routing(maxTokens, experts, topK int) (Buffer, error)
+	// Route chooses experts for each row of logits, [tokens, experts]. A NaN is never preferred.
+	Route(routing Buffer, logits Mat, opt Router)
+	// Dispatch copies each token's row of src, [tokens, n], to its rows of dst, [tokens*topK, n].
+	Dispatch(dst, src Mat, routing Buffer)
+	// MatMulExperts multiplies each dispatched row with its expert's matrix, as MatMul would with opt.
+	// opt has no Bias and no Residual.
+	MatMulExperts(dst, src Mat, w Experts, routing Buffer, opt Linear)
+	// Combine adds to each token's row of dst, [tokens, n], the sum of its rows of src, [tokens*topK, n],
+	// multiplied by their weights and summed in order of decreasing weight.
+	Combine(dst, src Mat, routing Buffer)
+
 	// GatherRows copies src rows idx[i] to dst row i.
 	GatherRows(dst, src Mat, idx []int32)
 

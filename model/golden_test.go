@@ -54,7 +54,7 @@ func logprob(logits []float32, id int32) float32 {
 // The decoder alone, one sequence in one scattered block table, against transformers.
 func TestGoldens(t *testing.T) {
 	const blockSize = 16
-	for _, name := range []string{"llama", "qwen2", "qwen3"} {
+	for _, name := range []string{"llama", "qwen2", "qwen3", "qwen3_moe"} {
 		t.Run(name, func(t *testing.T) {
 			ck, g := loadGolden(t, name)
 			backend, err := cpu.New(cpu.Options{Threads: 2})
@@ -127,5 +127,53 @@ func checkNext(t *testing.T, want int32, wantLogprob float32, got int32, logits 
 	}
 	if lp := logprob(logits, got); math.Abs(float64(lp-wantLogprob)) > 1e-3 {
 		t.Errorf("logprob %v, want %v", lp, wantLogprob)
+	}
+}
+
+// More tokens than the experts' workspace holds are computed in turns, which no bit shows.
+func TestExpertsTakeTurns(t *testing.T) {
+	const tokens, vocabulary = 1200, 640
+	ck, _ := loadGolden(t, "qwen3_moe")
+	backend, err := cpu.New(cpu.Options{Threads: 2})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer backend.Close()
+	weights, err := model.LoadWeights(backend, ck.Weights)
+	if err != nil {
+		t.Fatal(err)
+	}
+	run := func(chunk int) []float32 {
+		decoder, err := model.NewDecoder(backend, ck.Spec, chunk, tokens)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer decoder.Close()
+		kv := compute.KV{Blocks: tokens / 16, Layers: ck.Spec.Layers, Heads: ck.Spec.KVHeads, HeadDim: ck.Spec.HeadDim, BlockSize: 16, DType: ck.Spec.WeightType}
+		if kv.Buf, err = backend.Alloc(kv.Blocks * kv.BlockBytes()); err != nil {
+			t.Fatal(err)
+		}
+		defer backend.Free(kv.Buf)
+		var table []int32
+		for i := range kv.Blocks {
+			table = append(table, int32(i))
+		}
+		var last []float32
+		for from := 0; from < tokens; from += chunk {
+			var b model.Batch
+			for i := from; i < min(from+chunk, tokens); i++ {
+				b.Tokens = append(b.Tokens, int32(i*i%vocabulary))
+				b.Positions, b.Slots = append(b.Positions, int32(i)), append(b.Slots, int32(i))
+			}
+			n := len(b.Tokens)
+			b.Sequences, b.Logits = []compute.Sequence{{Rows: n, Position: from, Blocks: table}}, []int32{int32(n - 1)}
+			if err := decoder.Forward(weights, kv, b, func(_ int, logits []float32) { last = slices.Clone(logits) }); err != nil {
+				t.Fatal(err)
+			}
+		}
+		return last
+	}
+	if whole, parts := run(tokens), run(500); !slices.Equal(whole, parts) {
+		t.Error("a pass of 1200 tokens gives other logits than passes of 500")
 	}
 }

@@ -26,6 +26,9 @@ type layerWeights struct {
 	qNorm, kNorm               compute.Weight
 	gate, up, down             compute.Weight
 	gateBias, upBias, downBias compute.Weight
+
+	router  compute.Weight // nil in a layer with an MLP
+	experts struct{ gate, up, down compute.Experts }
 }
 
 // LoadWeights makes a checkpoint's weights usable by the backend. The checkpoint must stay open.
@@ -45,6 +48,10 @@ func LoadWeights(b compute.Backend, w checkpoint.Weights) (*WeightSet, error) {
 			qNorm: l.load(from.QNorm), kNorm: l.load(from.KNorm),
 			gate: l.load(from.Gate), up: l.load(from.Up), down: l.load(from.Down),
 			gateBias: l.load(from.GateBias), upBias: l.load(from.UpBias), downBias: l.load(from.DownBias),
+			router: l.load(from.Router),
+		}
+		if len(from.Experts) > 0 {
+			l.experts(&set.layers[i], from.Experts)
 		}
 	}
 	return set, l.err
@@ -98,6 +105,7 @@ type workspace struct {
 	buffers                   []compute.Buffer
 	x, h, q, k, v, attn       compute.Mat
 	gate, up                  compute.Mat
+	experts                   expertWorkspace
 	lastRows, lastNorm, logit compute.Mat
 	host                      []float32
 }
@@ -119,8 +127,8 @@ func NewDecoder(b compute.Backend, spec checkpoint.Spec, maxTokens, maxPositions
 // segments is into how many parts a row-parallel product over units (heads, or single columns) of the
 // given width is cut: the largest power of two, up to maxSegments, that gives equal parts of whole units
 // and whole quantisation blocks.
-func segments(units, width int, w compute.Weight) int {
-	s, block := maxSegments, w.DType().BlockElements()
+func segments(units, width int, t tensor.DType) int {
+	s, block := maxSegments, t.BlockElements()
 	for s > 1 && (units%s != 0 || units/s*width%block != 0) {
 		s /= 2
 	}
@@ -130,22 +138,17 @@ func segments(units, width int, w compute.Weight) int {
 func (d *Decoder) allocate() error {
 	s, w := d.spec, &d.work
 	rows := min(maxLogitRows, d.maxTokens)
-	for _, m := range []struct {
-		to         *compute.Mat
-		rows, cols int
-	}{
+	for _, m := range append([]area{
 		{&w.x, d.maxTokens, s.HiddenSize},
 		{&w.h, d.maxTokens, s.HiddenSize},
 		{&w.q, d.maxTokens, s.Heads * s.HeadDim},
 		{&w.k, d.maxTokens, s.KVHeads * s.HeadDim},
 		{&w.v, d.maxTokens, s.KVHeads * s.HeadDim},
 		{&w.attn, d.maxTokens, s.Heads * s.HeadDim},
-		{&w.gate, d.maxTokens, s.Intermediate},
-		{&w.up, d.maxTokens, s.Intermediate},
 		{&w.lastRows, rows, s.HiddenSize},
 		{&w.lastNorm, rows, s.HiddenSize},
 		{&w.logit, rows, s.VocabSize},
-	} {
+	}, d.feedForward()...) {
 		buf, err := d.backend.Alloc(4 * m.rows * m.cols)
 		if err != nil {
 			return fmt.Errorf("model: workspace of %d x %d: %w", m.rows, m.cols, err)
@@ -154,7 +157,30 @@ func (d *Decoder) allocate() error {
 		*m.to = compute.Mat{Buf: buf, Rows: m.rows, Cols: m.cols, Stride: m.cols}
 	}
 	w.host = make([]float32, rows*s.VocabSize)
-	return nil
+	return d.allocateRouting()
+}
+
+// area is a matrix of the workspace.
+type area struct {
+	to         *compute.Mat
+	rows, cols int
+}
+
+// feedForward lists what the layers need between attention and attention: an MLP's activations if some
+// layer has one, experts' if some layer has them.
+func (d *Decoder) feedForward() []area {
+	var out []area
+	dense, sparse := false, false
+	for i := range d.spec.Layers {
+		dense, sparse = dense || !d.spec.Sparse(i), sparse || d.spec.Sparse(i)
+	}
+	if dense {
+		out = append(out, area{&d.work.gate, d.maxTokens, d.spec.Intermediate}, area{&d.work.up, d.maxTokens, d.spec.Intermediate})
+	}
+	if sparse {
+		out = append(out, d.expertAreas()...)
+	}
+	return out
 }
 
 // Close frees the workspace; the backend stays open.
@@ -200,7 +226,7 @@ func (d *Decoder) Forward(ws *WeightSet, kv compute.KV, batch Batch, each func(i
 	return d.backend.Read(nil, x.Slice(0, 0))
 }
 
-// layer adds one block's attention and MLP to the residual stream.
+// layer adds one block's attention and MLP, or experts, to the residual stream.
 func (d *Decoder) layer(w *layerWeights, layer int, kv compute.KV, batch Batch, n int) {
 	b, s, k := d.backend, d.spec, &d.work
 	x, h := k.x.Slice(0, n), k.h.Slice(0, n)
@@ -218,14 +244,18 @@ func (d *Decoder) layer(w *layerWeights, layer int, kv compute.KV, batch Batch, 
 	b.RotateHeads(key, s.HeadDim, d.rope, batch.Positions)
 	b.StoreKV(kv, layer, key, value, batch.Slots)
 	b.Attention(attn, q, kv, layer, batch.Sequences, float32(1/math.Sqrt(float64(s.HeadDim))))
-	b.MatMul(x, attn, w.o, compute.Linear{Bias: w.oBias, Residual: true, Segments: segments(s.Heads, s.HeadDim, w.o)})
+	b.MatMul(x, attn, w.o, compute.Linear{Bias: w.oBias, Residual: true, Segments: segments(s.Heads, s.HeadDim, w.o.DType())})
 
-	gate, up := k.gate.Slice(0, n), k.up.Slice(0, n)
 	b.RMSNorm(h, x, w.postNorm, s.NormEps)
+	if w.router != nil {
+		d.experts(w, x, h)
+		return
+	}
+	gate, up := k.gate.Slice(0, n), k.up.Slice(0, n)
 	b.MatMul(gate, h, w.gate, compute.Linear{Bias: w.gateBias})
 	b.MatMul(up, h, w.up, compute.Linear{Bias: w.upBias})
 	b.SiLUMul(gate, gate, up)
-	b.MatMul(x, gate, w.down, compute.Linear{Bias: w.downBias, Residual: true, Segments: segments(s.Intermediate, 1, w.down)})
+	b.MatMul(x, gate, w.down, compute.Linear{Bias: w.downBias, Residual: true, Segments: segments(s.Intermediate, 1, w.down.DType())})
 }
 
 func (d *Decoder) logits(ws *WeightSet, x compute.Mat, rows []int32) ([]float32, error) {

@@ -74,8 +74,14 @@ type Backend struct {
 	rotate    rotateTask
 	embed     embedTask
 	pack      packTask
-	boxes     struct{ matmul, attention, silu, norm, rotate, embed, pack task }
-	packed    []byte // grows to the largest input that was packed
+	route     routeTask
+	dispatch  dispatchTask
+	experts   expertsTask
+	combine   combineTask
+	boxes     struct {
+		matmul, attention, silu, norm, rotate, embed, pack, route, dispatch, experts, combine task
+	}
+	packed []byte // grows to the largest input that was packed
 }
 
 var _ compute.Backend = (*Backend)(nil)
@@ -103,6 +109,7 @@ func New(opt Options) (*Backend, error) {
 	}
 	b.boxes.matmul, b.boxes.attention, b.boxes.silu = &b.matmul, &b.attention, &b.silu
 	b.boxes.norm, b.boxes.rotate, b.boxes.embed, b.boxes.pack = &b.norm, &b.rotate, &b.embed, &b.pack
+	b.boxes.route, b.boxes.dispatch, b.boxes.experts, b.boxes.combine = &b.route, &b.dispatch, &b.experts, &b.combine
 	b.pool = newPool(b.workers, spinRounds)
 	return b, nil
 }
@@ -181,6 +188,9 @@ func (b *Backend) Alloc(bytes int) (compute.Buffer, error) {
 
 // Free returns a buffer's memory. Freeing nil, twice, or a wrapped buffer does nothing but forget it.
 func (b *Backend) Free(mem compute.Buffer) {
+	if r, ok := mem.(*routing); ok {
+		*r = routing{}
+	}
 	buf, ok := mem.(*buffer)
 	if !ok {
 		return

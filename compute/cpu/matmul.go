@@ -46,46 +46,13 @@ func (b *Backend) MatMul(dst, src compute.Mat, w compute.Weight, opt compute.Lin
 		return
 	}
 	t := &b.matmul
-	var ok bool
-	if t.w, ok = b.weight(op, w, src.Cols, dst.Cols); !ok {
+	defer func() { *t = matmulTask{} }() // no pointer to memory that may be unmapped later
+	if !b.product(op, t, dst, src, w, opt) || src.Rows == 0 {
 		return
 	}
-	if t.dst, ok = b.mat(op, "dst", dst); !ok {
-		return
-	}
-	if t.src, ok = b.mat(op, "src", src); !ok {
-		return
-	}
-	if dst.Rows != src.Rows {
-		b.fail(op, "dst has %d rows, src %d", dst.Rows, src.Rows)
-		return
-	}
-	t.segments = max(opt.Segments, 1)
-	if t.segments > maxSegments || t.segments&(t.segments-1) != 0 || src.Cols%t.segments != 0 {
-		b.fail(op, "%d segments; want a power of two up to %d that divides the inner dimension %d", opt.Segments, maxSegments, src.Cols)
-		return
-	}
-	t.bias = nil
-	if opt.Bias != nil {
-		if t.bias, ok = b.vector(op, "bias", opt.Bias, dst.Cols); !ok {
-			return
-		}
-	}
-	t.residual = 0
-	if opt.Residual {
-		t.residual = 1
-	}
-	if dst.Rows == 0 {
-		return
-	}
-	t.k = b.k
-	t.dstStride, t.srcStride, t.inputs = 4*dst.Stride, 4*src.Stride, src.Rows
-	t.length = src.Cols / t.segments
-	t.fused = nil
-	if t.inputs == 1 && t.length%32 == 0 {
-		t.fused = b.k.gemv[t.w.dtype]
-	}
-	pieces := t.plan(b.pool.threads)
+	t.fuse()
+	t.cut(t.w.rows, b.pool.threads)
+	pieces := t.rowPieces * ((t.inputs + blockInputs - 1) / blockInputs)
 	if t.inputs*t.w.rows*t.w.cols < smallProduct {
 		b.pool.alone(&b.boxes.matmul, pieces)
 	} else {
@@ -94,7 +61,48 @@ func (b *Backend) MatMul(dst, src compute.Mat, w compute.Weight, opt compute.Lin
 		}
 		b.pool.run(&b.boxes.matmul, pieces)
 	}
-	*t = matmulTask{} // no pointer to memory that may be unmapped later
+}
+
+// product checks operands and fills t with everything but the pieces.
+func (b *Backend) product(op string, t *matmulTask, dst, src compute.Mat, w compute.Weight, opt compute.Linear) bool {
+	var ok bool
+	if t.w, ok = b.weight(op, w, src.Cols, dst.Cols); !ok {
+		return false
+	}
+	if t.dst, ok = b.mat(op, "dst", dst); !ok {
+		return false
+	}
+	if t.src, ok = b.mat(op, "src", src); !ok {
+		return false
+	}
+	if dst.Rows != src.Rows {
+		b.fail(op, "dst has %d rows, src %d", dst.Rows, src.Rows)
+		return false
+	}
+	t.segments = max(opt.Segments, 1)
+	if t.segments > maxSegments || t.segments&(t.segments-1) != 0 || src.Cols%t.segments != 0 {
+		b.fail(op, "%d segments; want a power of two up to %d that divides the inner dimension %d", opt.Segments, maxSegments, src.Cols)
+		return false
+	}
+	if opt.Bias != nil {
+		if t.bias, ok = b.vector(op, "bias", opt.Bias, dst.Cols); !ok {
+			return false
+		}
+	}
+	if opt.Residual {
+		t.residual = 1
+	}
+	t.k = b.k
+	t.dstStride, t.srcStride, t.inputs = 4*dst.Stride, 4*src.Stride, src.Rows
+	t.length = src.Cols / t.segments
+	return true
+}
+
+// fuse chooses the kernel that multiplies a single row with weights in their own type, if there is one.
+func (t *matmulTask) fuse() {
+	if t.inputs == 1 && t.length%32 == 0 {
+		t.fused = t.k.gemv[t.w.dtype]
+	}
 }
 
 // Rows that lie a multiple of packStride apart share a few sets of the caches and push each other out.
@@ -139,16 +147,16 @@ func (t *packTask) run(_ *scratch, piece int) {
 	}
 }
 
-// plan chooses the pieces and returns their number.
-func (t *matmulTask) plan(threads int) int {
+// cut chooses the pieces of weight rows. work is the number of weight rows that all products of the
+// operation have together.
+func (t *matmulTask) cut(work, threads int) {
 	if t.inputs <= 4 {
-		t.pieceRows = min(max(gemvPieceBytes/t.w.rowBytes, 8), t.w.rows/(4*threads)+tileRows, gemvRows) &^ (tileRows - 1)
+		t.pieceRows = min(max(gemvPieceBytes/t.w.rowBytes, 8), work/(4*threads)+tileRows, gemvRows) &^ (tileRows - 1)
 	} else {
 		t.pieceRows = blockWeights
 	}
 	t.pieceRows = max(t.pieceRows, tileRows)
 	t.rowPieces = (t.w.rows + t.pieceRows - 1) / t.pieceRows
-	return t.rowPieces * ((t.inputs + blockInputs - 1) / blockInputs)
 }
 
 func (t *matmulTask) run(w *scratch, piece int) {

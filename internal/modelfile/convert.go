@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"math"
 	"slices"
+	"strings"
 
 	"baton/checkpoint"
 	"baton/tensor"
@@ -12,7 +13,7 @@ import (
 // FromCheckpoint writes a Hugging Face checkpoint as a GGUF file the way llama.cpp's converter lays it
 // out: its tensor names, a llama's query and key rows permuted for interleaved RoPE. Matrices get the
 // given type, or stay f32 where their rows are no whole number of its blocks; vectors stay f32. The file
-// has no tokenizer beyond its special ids.
+// has no tokenizer beyond its special ids. Entries of more are added, or replace those of the same key.
 func FromCheckpoint(c *checkpoint.Checkpoint, matrices tensor.DType, more ...KV) ([]byte, error) {
 	s := c.Spec
 	e := exporter{spec: s, matrices: matrices}
@@ -35,9 +36,10 @@ func FromCheckpoint(c *checkpoint.Checkpoint, matrices tensor.DType, more ...KV)
 	if e.err != nil {
 		return nil, e.err
 	}
-	p := s.Family + "."
+	architecture := strings.ReplaceAll(s.Family, "_", "")
+	p := architecture + "."
 	metadata := []KV{
-		{Key: "general.architecture", Value: s.Family},
+		{Key: "general.architecture", Value: architecture},
 		{Key: p + "block_count", Value: uint32(s.Layers)},
 		{Key: p + "context_length", Value: uint32(s.MaxPositions)},
 		{Key: p + "embedding_length", Value: uint32(s.HiddenSize)},
@@ -50,12 +52,21 @@ func FromCheckpoint(c *checkpoint.Checkpoint, matrices tensor.DType, more ...KV)
 		{Key: p + "rope.freq_base", Value: float32(base)},
 		{Key: p + "rope.scaling.attn_factor", Value: s.Rope.Scale},
 	}
+	if s.Experts.Count > 0 {
+		metadata = append(metadata,
+			KV{Key: p + "expert_count", Value: uint32(s.Experts.Count)},
+			KV{Key: p + "expert_used_count", Value: uint32(s.Experts.TopK)},
+			KV{Key: p + "expert_feed_forward_length", Value: uint32(s.Experts.Intermediate)})
+	}
 	if s.BOS >= 0 {
 		metadata = append(metadata, KV{Key: "tokenizer.ggml.bos_token_id", Value: uint32(s.BOS)})
 	}
 	if len(s.EOS) > 0 {
 		metadata = append(metadata, KV{Key: "tokenizer.ggml.eos_token_id", Value: uint32(s.EOS[0])})
 	}
+	metadata = slices.DeleteFunc(metadata, func(kv KV) bool {
+		return slices.ContainsFunc(more, func(m KV) bool { return m.Key == kv.Key })
+	})
 	return GGUF(append(metadata, more...), e.tensors)
 }
 
@@ -87,6 +98,26 @@ func (e *exporter) layer(prefix string, l checkpoint.Layer) {
 	} {
 		e.add(prefix+p.name, p.t, p.heads)
 	}
+	e.add(prefix+"ffn_gate_inp.weight", l.Router, 0)
+	var gate, up, down []tensor.Tensor
+	for _, x := range l.Experts {
+		gate, up, down = append(gate, x.Gate), append(up, x.Up), append(down, x.Down)
+	}
+	e.add(prefix+"ffn_gate_exps.weight", stacked(gate), 0)
+	e.add(prefix+"ffn_up_exps.weight", stacked(up), 0)
+	e.add(prefix+"ffn_down_exps.weight", stacked(down), 0)
+}
+
+// stacked puts matrices of one shape and type into one tensor, [matrices, rows, cols].
+func stacked(matrices []tensor.Tensor) tensor.Tensor {
+	if len(matrices) == 0 {
+		return tensor.Tensor{}
+	}
+	out := tensor.Tensor{DType: matrices[0].DType, Shape: append([]int{len(matrices)}, matrices[0].Shape...)}
+	for _, m := range matrices {
+		out.Data = append(out.Data, m.Data...)
+	}
+	return out
 }
 
 // add converts one tensor; with heads, it brings the two halves of each head's rows into turns.
