@@ -72,6 +72,9 @@ func newFrontend(m *loaded, name string, seed *uint64, keys frontend.APIKeys, cl
 	return frontend.New(c)
 }
 
+// maxEngines bounds the engines of one process: each has threads, a KV pool and a connection of its own.
+const maxEngines = 64
+
 // engines makes one engine for each data-parallel group of each shard.
 func engines(shards []layout.Shard, base engine.Config) (list []*engine.Engine, err error) {
 	defer func() {
@@ -82,6 +85,13 @@ func engines(shards []layout.Shard, base engine.Config) (list []*engine.Engine, 
 			list = nil
 		}
 	}()
+	total := 0
+	for _, s := range shards {
+		total += s.DP
+	}
+	if total > maxEngines {
+		return nil, fmt.Errorf("--shards: %d engines (the sum of dp) in one process; at most %d", total, maxEngines)
+	}
 	for i, s := range shards {
 		if s.TP*s.PP*s.EP != 1 {
 			return list, fmt.Errorf("--shards: shard %d is %v; this version runs tp=1, pp=1, ep=1 (dp as you like)", i, s)
