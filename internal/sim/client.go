@@ -43,11 +43,12 @@ type attempt struct {
 	first   bool // the first result came
 
 	// What the coordinator did with it.
-	coord  *coordinatorLife
-	owner  *life
-	legs   []leg
-	deaths int  // of engines while they owned it
-	choosy bool // it failed somewhere, and would rather go elsewhere
+	coord   *coordinatorLife
+	owner   *life
+	legs    []leg
+	resumed int  // tokens that its latest prefill began with
+	deaths  int  // of engines while they owned it
+	choosy  bool // it failed somewhere, and would rather go elsewhere
 }
 
 // leg is what an attempt is on one engine, and by which number that engine knows it.

@@ -109,17 +109,26 @@ func (c *coordinatorLife) disconnected(k *link) {
 			c.leave(a)
 		}
 	}
-	if k.life != nil {
-		for _, a := range c.w.attempts {
-			if a.owner == k.life {
-				a.deaths++
-				c.leave(a)
-			}
-		}
-	}
+	c.mourn(k, true)
 	if !c.dead {
 		c.w.log("coordinator: the connection of %v ended", k.peer)
 		c.step(k, coordinator.Event{Peer: k.id})
+	}
+}
+
+// mourn notes what an engine took with it whose connection is gone for the coordinator.
+func (c *coordinatorLife) mourn(k *link, died bool) {
+	if k.life == nil || k.mourned {
+		return
+	}
+	k.mourned = true
+	for _, a := range c.w.attempts {
+		if a.owner == k.life {
+			if died {
+				a.deaths++
+			}
+			c.leave(a)
+		}
 	}
 }
 
@@ -203,6 +212,12 @@ func (c *coordinatorLife) arm() {
 // arrived notes what joins a queue.
 func (c *coordinatorLife) arrived(k *link, m wire.Message) {
 	switch m := m.(type) {
+	case *wire.RegisterRole:
+		for _, id := range sortedKeys(c.links) {
+			if old := c.links[id]; old != k && old.life != nil && old.life.name == m.Name {
+				c.mourn(old, old.life != k.life)
+			}
+		}
 	case *wire.SubmitRequest:
 		if a := c.w.attempt(m.Sampling.Seed); a.coord == nil { // not a duplicate
 			a.coord, a.owner, a.legs, a.deaths, a.choosy = c, nil, nil, 0, false
@@ -239,6 +254,7 @@ func (c *coordinatorLife) sends(from *life, to *link, m wire.Message) {
 	switch m := m.(type) {
 	case *wire.SubmitRequest:
 		c.dispatch(&c.entry, m.Sampling.Seed, m.ID, to.life)
+		c.w.attempt(m.Sampling.Seed).resumed = len(m.Resume)
 	case *wire.SubmitRequestWithKV:
 		c.dispatch(&c.handoffs, m.Sampling.Seed, m.ID, to.life)
 	case *wire.EngineReply:
@@ -272,12 +288,20 @@ func (c *coordinatorLife) dispatch(queue *[]*attempt, number, id uint64, to *lif
 
 // need is the number of blocks to reserve for an attempt on an engine.
 func (c *coordinatorLife) need(a *attempt, l *life) int {
-	tokens := len(a.prompt)
-	if l.role != wire.RolePrefill {
-		tokens += a.request.Max - 1
+	f := c.w.script.Fleet
+	blocks := func(tokens int) int { return (tokens + f.BlockSize - 1) / f.BlockSize }
+	context := len(a.prompt) + a.resumed
+	switch l.role {
+	case wire.RolePrefill:
+		return blocks(context)
+	case wire.RoleDecode:
+		context++ // that prefill sampled
 	}
-	size := c.w.script.Fleet.BlockSize
-	return (tokens + size - 1) / size
+	n := max(blocks(context), blocks(len(a.prompt)+a.request.Max-1))
+	if f.Continuation > 0 {
+		n = min(n, blocks(context)+f.Continuation)
+	}
+	return n
 }
 
 // checkOwner makes sure that tokens come from the engine that the stream was given to last.

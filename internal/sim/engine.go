@@ -249,7 +249,8 @@ func (l *life) register(k *link) {
 			Model: "simulated", BlockSize: f.BlockSize, Layers: layers, KVHeads: heads, HeadDim: 1, Planes: 1,
 			VocabSize: vocabulary, MaxSeqLen: maxSeqLen, VerifyHandoff: f.Verify,
 		},
-		Requests: f.MaxRequests, Blocks: len(l.clean) + f.Promise, MaxTokens: f.MaxTokens, WeightVersion: l.version, Continuation: f.Continuation,
+		Requests: f.MaxRequests, Blocks: len(l.clean) + f.Promise, MaxTokens: f.MaxTokens,
+		WeightVersion: l.version, Continuation: f.Continuation,
 	}
 	for rank := range l.memory.ranks {
 		info := wire.RankInfo{Rank: rank, Transport: descriptor(l, rank)}

@@ -31,6 +31,7 @@ type link struct {
 	coordOpen, peerOpen bool
 	upAt, downAt        int64 // when the last message of a direction arrives
 	cut                 bool
+	mourned             bool  // the coordinator has noticed that the engine is gone
 	upEnd, downEnd      int64 // after a cut: what arrives later is lost
 }
 

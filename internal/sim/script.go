@@ -124,7 +124,7 @@ func (g generator) fleet() Fleet {
 	f.PrefillBlocks = (longestContext+f.BlockSize-1)/f.BlockSize + g.IntN(60/f.BlockSize)
 	f.DecodeBlocks = (longestContext+f.BlockSize-1)/f.BlockSize + g.IntN(60/f.BlockSize)
 	if g.IntN(2) == 0 {
-		f.Continuation, f.Promise = 1, g.IntN(200/f.BlockSize)
+		f.Continuation, f.Promise = 1+g.IntN(2), g.one(0, 0, g.IntN(200/f.BlockSize))
 		f.DecodeBlocks = (longestContext+f.BlockSize-1)/f.BlockSize + g.IntN(16/f.BlockSize)
 	}
 	f.Fail, f.Hang, f.Unsafe = g.one(0, 0, 50, 200), g.one(0, 0, 30), g.one(0, 300, 700)
