@@ -1,8 +1,9 @@
 // Package text turns text into token ids and back: byte-level BPE tokenizers read from a Hugging Face
-// folder or from GGUF metadata, chat templates, streaming detokenization and stop strings.
+// folder or from GGUF metadata, chat templates, streaming detokenization, stop strings, and parsers that sort
+// what a model answers into content, reasoning and tool calls.
 //
-// A Tokenizer and a Template are immutable after loading and safe for concurrent use; a Detokenizer and a
-// StopMatcher each belong to one stream. Nothing here starts goroutines of its own or touches the network.
+// A Tokenizer, a Template and an OutputFormat are immutable and safe for concurrent use; a Detokenizer, a
+// StopMatcher and an OutputParser each belong to one stream. Nothing here starts goroutines of its own or touches the network.
 //
 // # Look-alikes
 //
