@@ -101,8 +101,8 @@ type Coordinator struct {
 }
 
 // StartCoordinator starts one that listens at an address, 127.0.0.1:0 for any.
-func (f *Parts) StartCoordinator(ctx context.Context, listen string, flags ...string) (*Coordinator, error) {
-	p, err := f.run("coordinator", append([]string{"coordinator", "--listen=" + listen, "--metrics=127.0.0.1:0"}, flags...)...)
+func (f *Parts) StartCoordinator(ctx context.Context, listen string) (*Coordinator, error) {
+	p, err := f.run("coordinator", "coordinator", "--listen="+listen, "--metrics=127.0.0.1:0")
 	if err != nil {
 		return nil, err
 	}
@@ -111,6 +111,19 @@ func (f *Parts) StartCoordinator(ctx context.Context, listen string, flags ...st
 		return nil, err
 	}
 	return &Coordinator{p, at[0], at[1]}, nil
+}
+
+// StartBareCoordinator starts one without metrics that logs from a level on.
+func (f *Parts) StartBareCoordinator(ctx context.Context, logLevel string) (*Coordinator, error) {
+	p, err := f.run("coordinator", "coordinator", "--listen=127.0.0.1:0", "--log-level="+logLevel)
+	if err != nil {
+		return nil, err
+	}
+	at, err := await(ctx, p, coordinatorAt)
+	if err != nil {
+		return nil, err
+	}
+	return &Coordinator{Process: p, Addr: at[0]}, nil
 }
 
 // Engine is a running engine.
