@@ -5,6 +5,7 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"baton/checkpoint"
@@ -27,6 +28,11 @@ func openAny(t *testing.T, path string) {
 	if len(c.Weights.Layers) != s.Layers || c.Weights.Layers[0].Q.Rows() != s.Heads*s.HeadDim || c.Weights.Head.Rows() != s.VocabSize {
 		t.Fatalf("weights do not match %+v", s)
 	}
+	for i, l := range c.Weights.Layers {
+		if s.Sparse(i) && (len(l.Experts) != s.Experts.Count || l.Experts[s.Experts.TopK-1].Down.Cols() != s.Experts.Intermediate) {
+			t.Fatalf("experts do not match %+v", s)
+		}
+	}
 	for _, f := range s.Rope.Frequencies {
 		if !(f > 0) {
 			t.Fatalf("frequencies are %v", s.Rope.Frequencies)
@@ -39,22 +45,28 @@ func openAny(t *testing.T, path string) {
 }
 
 func FuzzConfig(f *testing.F) {
-	for _, family := range []string{"llama", "qwen2", "qwen3"} {
-		c := tinyConfig(family).with(config{"attention_bias": true, "rope_scaling": config{"type": "yarn", "factor": 4, "mscale": 1}})
+	for _, family := range []string{"llama", "qwen2", "qwen3", "qwen3_moe"} {
+		c := moeConfig().with(tinyConfig(family)).with(config{"attention_bias": true, "rope_scaling": config{"type": "yarn", "factor": 4, "mscale": 1}})
 		text, err := json.Marshal(map[string]any(c))
 		if err != nil {
 			f.Fatal(err)
 		}
 		f.Add(text)
 	}
-	for _, name := range []string{"llama", "qwen2", "qwen3"} {
+	for _, name := range []string{"llama", "qwen2", "qwen3", "qwen3_moe"} {
 		text, err := os.ReadFile(filepath.Join(goldens, name, "config.json"))
 		if err != nil {
 			f.Fatal(err)
 		}
 		f.Add(text)
 	}
-	weights, err := modelfile.Safetensors(tinyTensors("qkv", "out", "norms", "head"), nil)
+	tensors := tinyTensors("qkv", "out", "norms", "head")
+	for _, x := range moeTensors() { // both an MLP and experts in each layer
+		if strings.Contains(x.Name, ".experts.") || strings.HasSuffix(x.Name, ".mlp.gate.weight") {
+			tensors = append(tensors, x)
+		}
+	}
+	weights, err := modelfile.Safetensors(tensors, nil)
 	if err != nil {
 		f.Fatal(err)
 	}
@@ -76,6 +88,15 @@ func FuzzGGUFModel(f *testing.F) {
 	defer hf.Close()
 	data, err := modelfile.FromCheckpoint(hf, tensor.F16, modelfile.KV{Key: "llama.rope.scaling.type", Value: "yarn"},
 		modelfile.KV{Key: "tokenizer.ggml.tokens", Value: []string{"a", "<|im_end|>"}}, modelfile.KV{Key: "tokenizer.ggml.token_type", Value: []int32{1, 3}})
+	if err != nil {
+		f.Fatal(err)
+	}
+	f.Add(data)
+	moe, err := checkpoint.Open(folder(f, moeConfig().with(config{"mlp_only_layers": []int{0}}), moeTensors(0)))
+	if err == nil {
+		defer moe.Close()
+		data, err = modelfile.FromCheckpoint(moe, tensor.F32)
+	}
 	if err != nil {
 		f.Fatal(err)
 	}

@@ -143,6 +143,7 @@ func (c *engineCmd) engineName(dp int) string {
 // frontendCmd is the HTTP frontend alone.
 type frontendCmd struct {
 	modelFlags
+	outputFlags
 	tlsFlags
 	keyFlags
 	Coordinator string  `default:"127.0.0.1:7000" placeholder:"ADDR" help:"Address of the coordinator."`
@@ -179,7 +180,7 @@ func (c *frontendCmd) Run(env *environment) error {
 		return err
 	}
 	defer client.Close()
-	server, err := newFrontend(model, c.name(), c.Seed, keys, client, newRegistry(), env.log)
+	server, err := newFrontend(model, c.name(), c.outputFlags, c.Seed, keys, client, newRegistry(), env.log)
 	if err != nil {
 		return err
 	}
@@ -214,6 +215,9 @@ func (c *inspectCmd) Run(env *environment) error {
 		"  attention     %d heads, %d KV heads, head dimension %d\n  vocabulary    %d\n  context       %d tokens\n",
 		c.Model, s.Family, m.Parameters(), humanBytes(m.Bytes()), s.WeightType, s.Layers, s.HiddenSize, s.Intermediate,
 		s.Heads, s.KVHeads, s.HeadDim, s.VocabSize, s.MaxPositions)
+	if e := s.Experts; e.Count > 0 {
+		fmt.Fprintf(env.stdout, "  experts       %d of %d a token, MLP %d\n", e.TopK, e.Count, e.Intermediate)
+	}
 	if c.Shards == "" {
 		return nil
 	}
