@@ -143,7 +143,6 @@ func (c *engineCmd) engineName(dp int) string {
 // frontendCmd is the HTTP frontend alone.
 type frontendCmd struct {
 	modelFlags
-	outputFlags
 	tlsFlags
 	keyFlags
 	Coordinator string  `default:"127.0.0.1:7000" placeholder:"ADDR" help:"Address of the coordinator."`
@@ -180,7 +179,7 @@ func (c *frontendCmd) Run(env *environment) error {
 		return err
 	}
 	defer client.Close()
-	server, err := newFrontend(model, c.name(), c.outputFlags, c.Seed, keys, client, newRegistry(), env.log)
+	server, err := newFrontend(model, c.name(), c.Seed, keys, client, newRegistry(), env.log)
 	if err != nil {
 		return err
 	}
