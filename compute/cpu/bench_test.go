@@ -139,3 +139,48 @@ func BenchmarkDispatch(b *testing.B) {
 type nothing struct{}
 
 func (nothing) run(*scratch, int) {}
+
+// A layer of 64 experts, 8 a token, against the same multiplications as one dense product.
+func BenchmarkExperts(b *testing.B) {
+	const count, topK, hidden, inner = 64, 8, 1024, 512
+	for _, tokens := range []int{1, 16, 512} {
+		for _, d := range []tensor.DType{tensor.BF16, tensor.Q8_0} {
+			be := open(b, Options{Threads: 1})
+			all := make([]byte, count*inner*d.RowBytes(hidden))
+			for i := range all {
+				all[i] = byte(i*7) & 0x3b
+			}
+			size := len(all) / count
+			var ts []tensor.Tensor
+			for e := range count {
+				ts = append(ts, tensor.Tensor{DType: d, Shape: []int{inner, hidden}, Data: all[e*size : (e+1)*size]})
+			}
+			w, err := be.LoadExperts(ts)
+			if err != nil {
+				b.Fatal(err)
+			}
+			mem, err := be.Routing(tokens, count, topK)
+			if err != nil {
+				b.Fatal(err)
+			}
+			logits := put(b, be, random(1, tokens*count), count)
+			x, rows, out := blank(b, be, tokens, hidden, hidden), blank(b, be, tokens*topK, hidden, hidden), blank(b, be, tokens*topK, inner, inner)
+			measure := func(name string, f func()) {
+				b.Run(fmt.Sprintf("tokens=%d/%v/%s", tokens, d, name), func(b *testing.B) {
+					for b.Loop() {
+						f()
+					}
+					b.ReportMetric(2*float64(tokens*topK*inner*hidden)*float64(b.N)/b.Elapsed().Seconds()/1e9, "GFLOP/s")
+				})
+			}
+			be.Route(mem, logits, compute.Router{})
+			measure("route", func() { be.Route(mem, logits, compute.Router{}) })
+			measure("dispatch", func() { be.Dispatch(rows, x, mem) })
+			measure("product", func() { be.MatMulExperts(out, rows, w, mem, compute.Linear{}) })
+			measure("combine", func() { be.Combine(x, rows, mem) })
+			dense := load(b, be, tensor.Tensor{DType: d, Shape: []int{topK * inner, hidden}, Data: all[:topK*size]})
+			wide := blank(b, be, tokens, topK*inner, topK*inner)
+			measure("dense", func() { be.MatMul(wide, x, dense, compute.Linear{}) })
+		}
+	}
+}
