@@ -33,7 +33,7 @@ func newTextTokenizer(t testing.TB, template string) Tokenizer {
 	}
 	files := map[string]any{
 		"tokenizer.json": map[string]any{
-			"added_tokens":  []any{special(256, "<|im_start|>"), special(257, "<|im_end|>")},
+			"added_tokens":  []any{special(256, "<|im_start|>"), special(257, "<|im_end|>"), special(258, "[TOOL_CALLS]")},
 			"pre_tokenizer": map[string]any{"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
 			"decoder":       map[string]any{"type": "ByteLevel"},
 			"model":         map[string]any{"type": "BPE", "vocab": vocab, "merges": []any{}},

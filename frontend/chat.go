@@ -3,6 +3,8 @@ package frontend
 import (
 	"context"
 	"encoding/json/jsontext"
+
+	"baton/text"
 )
 
 // chatRequest is a decoded POST /v1/chat/completions.
@@ -191,5 +193,18 @@ func (s *Server) chatGeneration(ctx context.Context, r *chatRequest) (*generatio
 	if err := r.checkLength("messages", len(ids)); err != nil {
 		return nil, err
 	}
-	return &generation{params: &r.params, chat: true, prompts: []prompt{{path: "messages", ids: ids}}}, nil
+	g := &generation{params: &r.params, chat: true, prompts: []prompt{{path: "messages", ids: ids}}}
+	if s.cfg.Output != (text.OutputFormat{}) {
+		g.output = &text.OutputOptions{Tools: r.chat.Tools, ReasoningOpen: s.reasoningOpen(&r.chat, ids)}
+	}
+	return g, nil
+}
+
+// reasoningOpen tells whether the answer to a conversation begins within reasoning.
+func (s *Server) reasoningOpen(c *Chat, prompt []int32) bool {
+	if c.ContinueFinalMessage {
+		return s.cfg.Output.ContinuesReasoning(finalContent(c.Messages))
+	}
+	const tail = 32 // more tokens than a tag and white space have
+	return s.cfg.Output.OpensReasoning(s.tok.Decode(prompt[max(0, len(prompt)-tail):], false))
 }

@@ -14,8 +14,9 @@ type generation struct {
 	*params
 	chat    bool // the answer has the shape of /v1/chat/completions
 	prompts []prompt
-	single  bool // completions: prompt was not a list of prompts
-	echo    bool // completions: the answer begins with the prompt
+	output  *text.OutputOptions // chat: how its answers are read; nil leaves them as they are
+	single  bool                // completions: prompt was not a list of prompts
+	echo    bool                // completions: the answer begins with the prompt
 }
 
 // choice makes one answer out of one stream of results. It collects text, ids and logprobs until they
@@ -28,16 +29,18 @@ type choice struct {
 	cancel context.CancelFunc // ends the request upstream
 
 	detok     Detokenizer
-	matcher   *text.StopMatcher // nil without stop strings
-	offset    int               // code points that the detokenizer has completed
-	received  int               // tokens that have come
-	generated int               // those that count: not what follows a stop string
+	matcher   *text.StopMatcher  // nil without stop strings
+	parser    *text.OutputParser // nil if all is content
+	offset    int                // code points that the detokenizer has completed
+	received  int                // tokens that have come
+	generated int                // those that count: not what follows a stop string
 
 	started    bool // its first result was taken in
 	announced  bool // something of it was sent
 	complete   bool // its last result was taken in
 	cached     int  // prompt tokens that were not computed
 	stats      []wire.Stats
+	called     bool   // it has tool calls
 	finish     string // empty while it runs
 	stopToken  int32  // the request's own stop id that ended it, -1 otherwise
 	stopString string // or the stop string
@@ -48,9 +51,11 @@ type choice struct {
 
 // piece is what a choice has produced and not sent yet.
 type piece struct {
-	text     []byte
-	ids      []int32
-	logprobs []tokenLogprob
+	text      []byte // content, when there is more than that
+	reasoning []byte
+	calls     []text.ToolCall
+	ids       []int32
+	logprobs  []tokenLogprob
 }
 
 // tokenLogprob is the log-probability of one token and of the likeliest ones in its place.
@@ -62,14 +67,19 @@ type tokenLogprob struct {
 	top     wire.TokenLogprobs
 }
 
-func newChoice(g *generation, tok Tokenizer, index int, seed uint64) *choice {
+func newChoice(g *generation, tok Tokenizer, format text.OutputFormat, index int, seed uint64) *choice {
 	c := &choice{
 		g:         g,
 		index:     index,
 		prompt:    &g.prompts[index/g.n],
 		seed:      seed,
-		detok:     tok.NewDetokenizer(g.skipSpecial),
 		stopToken: -1,
+	}
+	if g.output != nil {
+		c.parser = format.NewParser(*g.output)
+		c.detok = tok.NewDetokenizer(g.skipSpecial, c.parser.Tags()...)
+	} else {
+		c.detok = tok.NewDetokenizer(g.skipSpecial)
 	}
 	if len(g.stop) > 0 {
 		c.matcher = text.NewStopMatcher(g.stop)
@@ -178,16 +188,56 @@ func (c *choice) show(s string) {
 		c.offset += utf8.RuneCountInString(s)
 	}
 	if c.matcher == nil || c.generated <= c.g.sampling.MinTokens {
-		c.pending.text = append(c.pending.text, s...)
+		c.add(s)
 		return
 	}
 	s, stopped, which := c.matcher.Push(s)
-	c.pending.text = append(c.pending.text, s...)
+	c.add(s)
 	if stopped {
-		c.finish, c.stopString = wire.FinishStop, c.g.stop[which]
+		c.stopString = c.g.stop[which]
 		if c.g.includeStop {
-			c.pending.text = append(c.pending.text, c.stopString...)
+			c.add(c.stopString)
 		}
+		c.settle(wire.FinishStop)
+	}
+}
+
+// add takes text in that no stop string ends.
+func (c *choice) add(s string) {
+	if c.parser != nil {
+		c.sort(c.parser.Push(s))
+		return
+	}
+	c.pending.text = append(c.pending.text, s...)
+}
+
+// sort keeps what the parser has decided.
+func (c *choice) sort(deltas []text.Delta) {
+	for i := range deltas {
+		switch d := &deltas[i]; d.Kind {
+		case text.DeltaReasoning:
+			c.pending.reasoning = append(c.pending.reasoning, d.Text...)
+		case text.DeltaToolCall:
+			c.pending.calls = append(c.pending.calls, d.Call)
+			c.called = true
+		default:
+			c.pending.text = append(c.pending.text, d.Text...)
+		}
+	}
+}
+
+// finishToolCalls is the finish reason of a chat answer that has calls and was not cut off.
+const finishToolCalls = "tool_calls"
+
+// settle ends the text and says why.
+func (c *choice) settle(finish string) {
+	c.finish = finish
+	if c.parser == nil {
+		return
+	}
+	c.sort(c.parser.Flush())
+	if c.called && finish == wire.FinishStop {
+		c.finish = finishToolCalls
 	}
 }
 
@@ -202,9 +252,9 @@ func (c *choice) end(res *wire.Result) {
 		return // the tail completed a stop string
 	}
 	if c.matcher != nil {
-		c.pending.text = append(c.pending.text, c.matcher.Flush()...)
+		c.add(c.matcher.Flush())
 	}
-	c.finish = res.Finish
+	c.settle(res.Finish)
 	if res.Finish == wire.FinishStop {
 		for _, id := range c.g.sampling.StopTokenIDs {
 			if id == res.StopToken {
@@ -216,13 +266,15 @@ func (c *choice) end(res *wire.Result) {
 
 // idle reports whether there is nothing to send.
 func (c *choice) idle() bool {
-	return len(c.pending.text) == 0 && len(c.pending.ids) == 0 && len(c.pending.logprobs) == 0 && c.finish == ""
+	return len(c.pending.text) == 0 && len(c.pending.reasoning) == 0 && len(c.pending.calls) == 0 && len(c.pending.ids) == 0 && len(c.pending.logprobs) == 0 && c.finish == ""
 }
 
 // sent forgets what was sent and keeps the memory.
 func (c *choice) sent() {
 	c.announced = true
 	c.pending.text = c.pending.text[:0]
+	c.pending.reasoning = c.pending.reasoning[:0]
+	c.pending.calls = c.pending.calls[:0]
 	c.pending.ids = c.pending.ids[:0]
 	c.pending.logprobs = c.pending.logprobs[:0]
 }

@@ -31,7 +31,7 @@ func (s *Server) newChoices(g *generation) []*choice {
 			seed = s.seeds.next()
 		}
 		for range g.n {
-			choices = append(choices, newChoice(g, s.tok, len(choices), seed))
+			choices = append(choices, newChoice(g, s.tok, s.cfg.Output, len(choices), seed))
 		}
 	}
 	return choices

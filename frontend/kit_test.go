@@ -69,7 +69,7 @@ type answerJSON struct {
 type choiceJSON struct {
 	Index          int
 	Text           string
-	Message, Delta struct{ Role, Content string }
+	Message, Delta messageJSON
 	Logprobs       *struct {
 		Content       []chatTokenJSON
 		Tokens        []string
@@ -83,6 +83,18 @@ type choiceJSON struct {
 	PromptTokenIDs []int32                    `json:"prompt_token_ids"`
 	PromptLogprobs []map[string]promptLogprob `json:"prompt_logprobs"`
 	Handoff        map[string]any
+}
+
+type messageJSON struct {
+	Role, Content string
+	Reasoning     string         `json:"reasoning_content"`
+	ToolCalls     []toolCallJSON `json:"tool_calls"`
+}
+
+type toolCallJSON struct {
+	Index    *int
+	ID, Type string
+	Function struct{ Name, Arguments string }
 }
 
 type chatTokenJSON struct {
@@ -230,6 +242,14 @@ func (c *choiceJSON) add(t testing.TB, d *choiceJSON) {
 	c.Text += d.Text
 	c.Message.Role += d.Delta.Role
 	c.Message.Content += d.Delta.Content
+	c.Message.Reasoning += d.Delta.Reasoning
+	for _, call := range d.Delta.ToolCalls {
+		if call.Index == nil || *call.Index != len(c.Message.ToolCalls) {
+			t.Fatalf("choice %d: call %d has the index %v", c.Index, len(c.Message.ToolCalls), call.Index)
+		}
+		call.Index = nil // only deltas have it
+		c.Message.ToolCalls = append(c.Message.ToolCalls, call)
+	}
 	c.FinishReason, c.StopReason = d.FinishReason, d.StopReason
 	c.TokenIDs = append(c.TokenIDs, d.TokenIDs...)
 	if d.PromptTokenIDs != nil {

@@ -40,9 +40,8 @@ func (a *answer) appendWhole(b []byte) []byte {
 		b = append(b, `{"index":`...)
 		b = appendInt(b, c.index)
 		if a.chat {
-			b = append(b, `,"message":{"role":"assistant","content":`...)
-			b = appendString(b, c.pending.text)
-			b = append(b, `,"refusal":null}`...)
+			b = append(b, `,"message":{"role":"assistant"`...)
+			b = append(c.pending.appendMembers(b, false), `,"refusal":null}`...)
 		} else {
 			b = append(b, `,"text":`...)
 			b = appendString(b, c.pending.text)
@@ -71,11 +70,7 @@ func (a *answer) appendChunk(b []byte, c *choice) []byte {
 	b = appendInt(b, c.index)
 	if a.chat {
 		b = append(b, `,"delta":{`...)
-		if len(c.pending.text) > 0 {
-			b = append(b, `"content":`...)
-			b = appendString(b, c.pending.text)
-		}
-		b = append(b, '}')
+		b = append(c.pending.appendMembers(b, true), '}')
 	} else {
 		b = append(b, `,"text":`...)
 		b = appendString(b, c.pending.text)
@@ -86,6 +81,55 @@ func (a *answer) appendChunk(b []byte, c *choice) []byte {
 		b = a.appendPrompt(b, c)
 	}
 	return append(a.appendChunkUsage(b), '}')
+}
+
+// appendMembers appends what a message, or a delta of one, is made of. A whole message has content always: null beside
+// tool calls when there is none.
+func (p *piece) appendMembers(b []byte, delta bool) []byte {
+	member := func(name string) {
+		if b[len(b)-1] != '{' {
+			b = append(b, ',')
+		}
+		b = append(append(append(b, '"'), name...), `":`...)
+	}
+	if len(p.reasoning) > 0 {
+		member("reasoning_content")
+		b = appendString(b, p.reasoning)
+	}
+	switch {
+	case len(p.text) > 0:
+		member("content")
+		b = appendString(b, p.text)
+	case !delta && len(p.calls) > 0:
+		member("content")
+		b = append(b, "null"...)
+	case !delta:
+		member("content")
+		b = append(b, `""`...)
+	}
+	if len(p.calls) == 0 {
+		return b
+	}
+	member("tool_calls")
+	b = append(b, '[')
+	for i := range p.calls {
+		call := &p.calls[i]
+		if i > 0 {
+			b = append(b, ',')
+		}
+		b = append(b, '{')
+		if delta {
+			member("index")
+			b = appendInt(b, call.Index)
+		}
+		member("id")
+		b = appendString(b, call.ID)
+		b = append(b, `,"type":"function","function":{"name":`...)
+		b = appendString(b, call.Name)
+		b = append(b, `,"arguments":`...)
+		b = append(appendString(b, call.Arguments), "}}"...)
+	}
+	return append(b, ']')
 }
 
 // appendDetails appends what a choice has beside its text.

@@ -12,6 +12,8 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+
+	"baton/text"
 )
 
 // Config says what to serve. Backend and Model are required.
@@ -20,6 +22,9 @@ type Config struct {
 	Backend Backend
 	// Tokenizer is the model's; nil serves token ids only.
 	Tokenizer Tokenizer
+	// Output is how the model writes reasoning and tool calls, which chat answers then give apart from their content.
+	// The zero value leaves everything in the content.
+	Output text.OutputFormat
 	// Model is the name that clients ask for.
 	Model string
 	// APIKeys are asked for at every endpoint but /health and /metrics; the zero value asks nobody.

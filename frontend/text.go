@@ -19,8 +19,8 @@ func (t modelTokenizer) Encode(s string, addSpecial bool) ([]int32, error) {
 	return t.Tokenizer.Encode(s, text.EncodeOptions{AddSpecial: addSpecial, ParseSpecial: true})
 }
 
-func (t modelTokenizer) NewDetokenizer(skipSpecial bool) Detokenizer {
-	return modelDetokenizer{t.Tokenizer.NewDetokenizer(skipSpecial)}
+func (t modelTokenizer) NewDetokenizer(skipSpecial bool, except ...string) Detokenizer {
+	return modelDetokenizer{t.Tokenizer.NewDetokenizer(skipSpecial, except...)}
 }
 
 type modelDetokenizer struct{ *text.Detokenizer }

@@ -19,8 +19,8 @@ type Tokenizer interface {
 	Decode(ids []int32, skipSpecial bool) string
 	// TokenBytes is what id stands for: a special token's name, otherwise raw bytes, not always UTF-8.
 	TokenBytes(id int32) []byte
-	// NewDetokenizer starts an incremental Decode.
-	NewDetokenizer(skipSpecial bool) Detokenizer
+	// NewDetokenizer starts an incremental Decode. Special tokens named in except are shown even with skipSpecial.
+	NewDetokenizer(skipSpecial bool, except ...string) Detokenizer
 }
 
 // Detokenizer decodes one sequence as it grows. It is used by one goroutine.
@@ -67,7 +67,7 @@ func (idTokenizer) TokenBytes(id int32) []byte {
 	return strconv.AppendInt([]byte(tokenIDPrefix), int64(id), 10)
 }
 
-func (t idTokenizer) NewDetokenizer(bool) Detokenizer { return t }
+func (t idTokenizer) NewDetokenizer(bool, ...string) Detokenizer { return t }
 
 func (t idTokenizer) Push(id int32) string { return string(t.TokenBytes(id)) }
 

@@ -107,7 +107,7 @@ func (t toyTokenizer) Decode(ids []int32, skipSpecial bool) string {
 	return b.String() + d.Flush()
 }
 
-func (toyTokenizer) NewDetokenizer(skipSpecial bool) Detokenizer {
+func (toyTokenizer) NewDetokenizer(skipSpecial bool, _ ...string) Detokenizer {
 	return &toyDetokenizer{skipSpecial: skipSpecial}
 }
 

@@ -101,8 +101,10 @@ func (f OutputFormat) Reasoning() string {
 	return f.reasoning.name
 }
 
-// Tags lists the tags that a model may write as special tokens: a detokenizer must show them to the parser.
-func (f OutputFormat) Tags() []string {
+// Tags lists the tags that the parser looks for and a model may write as special tokens: a detokenizer must show them.
+func (p *OutputParser) Tags() []string { return p.format.allTags() }
+
+func (f OutputFormat) allTags() []string {
 	var tags []string
 	if f.reasoning != nil {
 		tags = append(tags, f.reasoning.open, f.reasoning.close)

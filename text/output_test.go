@@ -263,7 +263,7 @@ func FuzzOutput(f *testing.F) {
 		}
 		dense := func(s string) string {
 			s = strings.Join(strings.Fields(strings.ReplaceAll(strings.ToValidUTF8(s, ""), "\uFFFD", "")), "")
-			for _, tag := range append(slices.Concat(toolFormats[len(toolFormats)-1].closers, toolFormats[4].closers), o.Tags()...) {
+			for _, tag := range append(slices.Concat(toolFormats[len(toolFormats)-1].closers, toolFormats[4].closers), o.allTags()...) {
 				s = strings.ReplaceAll(s, tag, "")
 			}
 			return s

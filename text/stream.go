@@ -1,6 +1,7 @@
 package text
 
 import (
+	"slices"
 	"strings"
 	"unicode/utf8"
 )
@@ -10,13 +11,21 @@ import (
 type Detokenizer struct {
 	t           *Tokenizer
 	skipSpecial bool
-	strip       int    // spaces still to be dropped at the start
-	held        []byte // the beginning of a character, at most 3 bytes
+	shown       []int32 // special tokens that are not skipped
+	strip       int     // spaces still to be dropped at the start
+	held        []byte  // the beginning of a character, at most 3 bytes
 }
 
-// NewDetokenizer begins a stream that continues an earlier text (a prompt): nothing is dropped at its start.
-func (t *Tokenizer) NewDetokenizer(skipSpecial bool) *Detokenizer {
-	return &Detokenizer{t: t, skipSpecial: skipSpecial}
+// NewDetokenizer begins a stream that continues an earlier text (a prompt): nothing is dropped at its start. Special
+// tokens whose text is in except are shown even with skipSpecial.
+func (t *Tokenizer) NewDetokenizer(skipSpecial bool, except ...string) *Detokenizer {
+	d := &Detokenizer{t: t, skipSpecial: skipSpecial}
+	for _, text := range except {
+		if id, ok := t.TokenID(text); ok && skipSpecial {
+			d.shown = append(d.shown, id)
+		}
+	}
+	return d
 }
 
 // Push gives the text that ids complete, perhaps none.
@@ -27,7 +36,7 @@ func (d *Detokenizer) Push(ids ...int32) string {
 			continue
 		}
 		tok := &d.t.tokens[id]
-		if tok.special && d.skipSpecial {
+		if tok.special && d.skipSpecial && !slices.Contains(d.shown, id) {
 			continue
 		}
 		bytes := tok.bytes

@@ -14,6 +14,7 @@ import (
 	"baton/handoff"
 	"baton/route"
 	"baton/tensor"
+	"baton/text"
 )
 
 // modelFlags choose a model.
@@ -42,6 +43,33 @@ type engineFlags struct {
 	Threads       int       `placeholder:"N" help:"Threads that compute, per engine. Default: one a core."`
 	VerifyHandoff string    `enum:"off,sample,all" default:"off" help:"Compare KV with checksums that its source made, after it moved from prefill to decode: of no block, of every eighth and the last of a prompt, or of all. What arrives damaged is computed again. Engines of a coordinator must agree."`
 	Logprobs      string    `enum:"raw,processed" default:"raw" help:"Which distribution log-probabilities come from: the model's own, or the one that tokens are drawn from."`
+}
+
+// outputFlags say how a model writes what is not content.
+type outputFlags struct {
+	ToolParser      string `default:"auto" placeholder:"NAME" help:"How the model writes tool calls: hermes, qwen3_coder, llama3_json, mistral, deepseek_v3 or nemotron. auto: as its chat template shows; none: calls are left in the content."`
+	ReasoningParser string `default:"auto" placeholder:"NAME" help:"How the model writes its reasoning: think (<think>) or mistral ([THINK]). auto: as its chat template shows; none: reasoning is left in the content."`
+}
+
+// AfterApply refuses a wrong name before anything is started.
+func (f outputFlags) AfterApply() error {
+	_, err := f.format(nil)
+	return err
+}
+
+// format looks the parsers up; t may be nil.
+func (f outputFlags) format(t *text.Tokenizer) (text.OutputFormat, error) {
+	source := ""
+	if t != nil {
+		if template, err := t.Template(""); err == nil { // without a template chats are refused, one by one
+			source = template.Source()
+		}
+	}
+	format, err := text.NewOutputFormat(f.ToolParser, f.ReasoningParser, source)
+	if err != nil {
+		return format, fmt.Errorf("--tool-parser, --reasoning-parser: %w", err)
+	}
+	return format, nil
 }
 
 // coordinatorFlags tune a coordinator.

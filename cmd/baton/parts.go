@@ -61,9 +61,14 @@ func (f modelFlags) openText(log *slog.Logger) (*loaded, error) {
 }
 
 // newFrontend makes the HTTP server of a model behind a coordinator's client.
-func newFrontend(m *loaded, name string, seed *uint64, keys frontend.APIKeys, client *coordinator.Client, reg *prometheus.Registry, log *slog.Logger) (*frontend.Server, error) {
+func newFrontend(m *loaded, name string, output outputFlags, seed *uint64, keys frontend.APIKeys, client *coordinator.Client, reg *prometheus.Registry, log *slog.Logger) (*frontend.Server, error) {
+	format, err := output.format(m.tokenizer)
+	if err != nil {
+		return nil, err
+	}
+	log.Info("answers are read", "tool_parser", format.Tools(), "reasoning_parser", format.Reasoning())
 	c := frontend.Config{
-		Backend: frontend.Native{Client: client}, Model: name, Seed: seed, Logger: log, Registry: reg, APIKeys: keys,
+		Output: format, Backend: frontend.Native{Client: client}, Model: name, Seed: seed, Logger: log, Registry: reg, APIKeys: keys,
 		Limits: frontend.Limits{VocabSize: m.Spec.VocabSize},
 	}
 	if m.tokenizer != nil {

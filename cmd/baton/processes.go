@@ -143,6 +143,7 @@ func (c *engineCmd) engineName(dp int) string {
 // frontendCmd is the HTTP frontend alone.
 type frontendCmd struct {
 	modelFlags
+	outputFlags
 	tlsFlags
 	keyFlags
 	Coordinator string  `default:"127.0.0.1:7000" placeholder:"ADDR" help:"Address of the coordinator."`
@@ -179,7 +180,7 @@ func (c *frontendCmd) Run(env *environment) error {
 		return err
 	}
 	defer client.Close()
-	server, err := newFrontend(model, c.name(), c.Seed, keys, client, newRegistry(), env.log)
+	server, err := newFrontend(model, c.name(), c.outputFlags, c.Seed, keys, client, newRegistry(), env.log)
 	if err != nil {
 		return err
 	}

@@ -19,6 +19,7 @@ type serveCmd struct {
 	modelFlags
 	engineFlags
 	coordinatorFlags
+	outputFlags
 	certFlags
 	keyFlags
 	Listen string  `default:"127.0.0.1:8000" help:"Address of the HTTP frontend."`
@@ -79,7 +80,7 @@ func (c *serveCmd) Run(env *environment) error {
 		return err
 	}
 	defer client.Close()
-	server, err := newFrontend(model, c.name(), c.Seed, keys, client, reg, env.log)
+	server, err := newFrontend(model, c.name(), c.outputFlags, c.Seed, keys, client, reg, env.log)
 	if err != nil {
 		return err
 	}
