@@ -136,6 +136,7 @@ var reasoningFormats = []reasoningFormat{
 
 // DeepSeek's tags have full-width bars and low blocks in them.
 const (
+	dsml             = "｜DSML｜"
 	deepseekCalls    = "<｜tool▁calls▁begin｜>"
 	deepseekCallsEnd = "<｜tool▁calls▁end｜>"
 	deepseekCall     = "<｜tool▁call▁begin｜>"
@@ -206,6 +207,17 @@ var toolFormats = []toolFormat{
 		},
 		closers: []string{deepseekCallsEnd},
 		tags:    []string{deepseekCalls, deepseekCallsEnd, deepseekCall, deepseekCallEnd, deepseekSep},
+	},
+	{
+		// <｜DSML｜tool_calls> <｜DSML｜invoke name="f"> <｜DSML｜parameter name="a" string="true">value</｜DSML｜parameter> ...
+		// The outer tag's name differs between versions, and the latest has a space in each.
+		name: "deepseek_v4", begins: "<", newID: randomCallID,
+		detect: contains(dsml),
+		shapes: []shape{
+			dsmlShape("<"+dsml+"tool_calls>", ""), dsmlShape("<"+dsml+"function_calls>", ""), dsmlShape("<"+dsml+" calls>", " "),
+		},
+		closers: []string{"</" + dsml + "tool_calls>", "</" + dsml + "function_calls>", "</" + dsml + " calls>"},
+		tags:    []string{dsml},
 	},
 	{
 		// {"name": "f", "parameters": {}} as the whole answer, several with semicolons between; <|python_tag|> may precede.

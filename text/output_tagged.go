@@ -69,25 +69,57 @@ func schemaTypes(raw jsontext.Value) []string {
 // either end of the value belongs to the tags.
 func taggedCall(captured []string, types parameterTypes) []ToolCall {
 	function, body := captured[0], captured[1]
+	return readParameters(function, body, "<parameter=", "</parameter>", func(head, value string) (string, []byte) {
+		value = strings.TrimSuffix(strings.TrimPrefix(value, "\n"), "\n")
+		return head, appendTyped(nil, value, types[function][head])
+	})
+}
+
+// dsmlShape is a call of DeepSeek's markup language, with its section's opening tag.
+func dsmlShape(section, gapInTag string) shape {
+	open, end := "<"+dsml+gapInTag, "</"+dsml+gapInTag
+	return shape{
+		parts: []part{opt(section), gap, lit(open + `invoke name="`), name, lit(`">`), until(end + "invoke>")},
+		calls: func(captured []string, _ parameterTypes) []ToolCall {
+			return readParameters(captured[0], captured[1], open+`parameter name="`, end+"parameter>", dsmlValue)
+		},
+	}
+}
+
+// dsmlValue reads a parameter whose tag says whether its value is a string or JSON.
+func dsmlValue(head, value string) (string, []byte) {
+	if name, ok := strings.CutSuffix(head, `" string="false"`); ok && jsontext.Value(value).IsValid(looseJSON) {
+		return name, []byte(strings.TrimSpace(value))
+	}
+	quoted, _ := jsontext.AppendQuote(nil, value)
+	name, _, _ := strings.Cut(head, `"`)
+	return name, quoted
+}
+
+// readParameters makes a call of parameters, each open + head + ">" + value + end with white space between; read gives
+// a parameter's name and its value as JSON.
+func readParameters(function, body, open, end string, read func(head, value string) (string, []byte)) []ToolCall {
 	arguments := []byte{'{'}
 	for {
 		body = strings.TrimLeft(body, whiteSpace)
 		if body == "" {
 			return []ToolCall{{Name: function, Arguments: string(append(arguments, '}'))}}
 		}
-		rest, ok := strings.CutPrefix(body, "<parameter=")
-		parameter, rest, named := strings.Cut(rest, ">")
-		value, after, closed := strings.Cut(rest, "</parameter>")
-		if !ok || !named || !closed || parameter == "" {
+		rest, ok := strings.CutPrefix(body, open)
+		head, rest, named := strings.Cut(rest, ">")
+		value, after, closed := strings.Cut(rest, end)
+		if !ok || !named || !closed {
+			return nil
+		}
+		parameter, raw := read(head, value)
+		if parameter == "" {
 			return nil
 		}
 		if len(arguments) > 1 {
 			arguments = append(arguments, ", "...)
 		}
 		arguments, _ = jsontext.AppendQuote(arguments, parameter)
-		arguments = append(arguments, ": "...)
-		value = strings.TrimSuffix(strings.TrimPrefix(value, "\n"), "\n")
-		arguments = appendTyped(arguments, value, types[function][parameter])
+		arguments = append(append(arguments, ": "...), raw...)
 		body = after
 	}
 }

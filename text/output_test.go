@@ -163,6 +163,13 @@ var writeCalls = map[string]func(calls []ToolCall) string{
 			return "<｜tool▁call▁begin｜>function<｜tool▁sep｜>" + c.Name + "\n```json\n" + c.Arguments + "\n```<｜tool▁call▁end｜>"
 		}) + "<｜tool▁calls▁end｜>"
 	},
+	"deepseek_v4": func(calls []ToolCall) string {
+		return "<｜DSML｜tool_calls>\n" + joinCalls(calls, "\n", func(c ToolCall) string {
+			var arguments map[string]string
+			_ = json.Unmarshal([]byte(c.Arguments), &arguments)
+			return "<｜DSML｜invoke name=\"" + c.Name + "\">\n<｜DSML｜parameter name=\"s\" string=\"true\">" + arguments["s"] + "</｜DSML｜parameter>\n</｜DSML｜invoke>"
+		}) + "\n</｜DSML｜tool_calls>"
+	},
 	"llama3_json": func(calls []ToolCall) string {
 		return joinCalls(calls, "; ", func(c ToolCall) string {
 			return `{"name": ` + quoteJSON(c.Name) + `, "parameters": ` + c.Arguments + `}`
@@ -216,7 +223,7 @@ func TestOutputRoundTrip(t *testing.T) {
 				var want output
 				for i := range rapid.IntRange(1, 3).Draw(rt, "calls") {
 					value := rapid.OneOf(rapid.String(), rapid.StringMatching(`[<>\[\]{}"\\/;a-z]{0,20}(</tool_call>|\[TOOL_CALLS\]|"}]|<think>)?`)).Draw(rt, "value")
-					if family == "qwen3_coder" { // its values are not escaped
+					if strings.HasSuffix(family, "_coder") || family == "deepseek_v4" { // its values are not escaped
 						value = "v" + strings.NewReplacer("<", "(", "\r", "").Replace(value) + "v"
 					}
 					want.calls = append(want.calls, ToolCall{
@@ -237,6 +244,66 @@ func TestOutputRoundTrip(t *testing.T) {
 				}
 			})
 		})
+	}
+}
+
+// TestRenderedOutputs: what models' own templates make of an answer with calls comes back as the same answer.
+func TestRenderedOutputs(t *testing.T) {
+	var v struct {
+		Tools     jsontext.Value   `json:"tools"`
+		Arguments []jsontext.Value `json:"arguments"`
+		Answers   []struct {
+			Template  string `json:"template"`
+			Tools     string `json:"tools"`
+			Reasoning string `json:"reasoning"`
+			Open      bool   `json:"open"`
+			Text      string `json:"text"`
+			Content   string `json:"content"`
+			Calls     int    `json:"calls"`
+		} `json:"answers"`
+	}
+	readVectors(t, "testdata/rendered.json.gz", &v)
+	names := []string{"get_weather", "noop"}
+	covered := map[string]bool{}
+	for _, a := range v.Answers {
+		covered[a.Tools] = true
+		f, err := NewOutputFormat(a.Tools, a.Reasoning, "")
+		if err != nil {
+			t.Fatal(err)
+		}
+		p := f.NewParser(OutputOptions{Tools: v.Tools, ReasoningOpen: a.Open})
+		var got output
+		for _, deltas := range [][]Delta{slices.Clone(p.Push(a.Text)), p.Flush()} {
+			for _, d := range deltas {
+				switch d.Kind {
+				case DeltaContent:
+					got.content += d.Text
+				case DeltaReasoning:
+					got.reasoning += d.Text
+				case DeltaToolCall:
+					got.calls = append(got.calls, d.Call)
+				}
+			}
+		}
+		reasoning := ""
+		if strings.Contains(a.Text, "Hm.") {
+			reasoning = "Hm."
+		}
+		if got.content != a.Content || got.reasoning != reasoning || len(got.calls) != a.Calls {
+			t.Errorf("%s: %q\n becomes %s", a.Template, a.Text, got)
+			continue
+		}
+		for i, call := range got.calls {
+			want, given := v.Arguments[i].Clone(), jsontext.Value(call.Arguments).Clone()
+			if err := errors.Join(want.Canonicalize(), given.Canonicalize()); err != nil || call.Name != names[i] || string(given) != string(want) {
+				t.Errorf("%s: call %d is %+v, want %s %s (%v)", a.Template, i, call, names[i], want, err)
+			}
+		}
+	}
+	for _, family := range ToolFormats() {
+		if !covered[family] {
+			t.Errorf("no template of %s", family)
+		}
 	}
 }
 
@@ -263,7 +330,7 @@ func FuzzOutput(f *testing.F) {
 		}
 		dense := func(s string) string {
 			s = strings.Join(strings.Fields(strings.ReplaceAll(strings.ToValidUTF8(s, ""), "\uFFFD", "")), "")
-			for _, tag := range append(slices.Concat(toolFormats[len(toolFormats)-1].closers, toolFormats[4].closers), o.allTags()...) {
+			for _, tag := range append(slices.Concat(toolFormats[4].closers, toolFormats[5].closers, toolFormats[6].closers), o.allTags()...) {
 				s = strings.ReplaceAll(s, tag, "")
 			}
 			return s
@@ -287,6 +354,7 @@ func TestOutputFormatNames(t *testing.T) {
 		{"auto", "auto", `<toolcall> {`, "nemotron none"},
 		{"auto", "auto", `[TOOL_CALLS] [THINK] [/THINK]`, "mistral mistral"},
 		{"auto", "none", `<｜tool▁calls▁begin｜><｜tool▁call▁begin｜> </think>`, "deepseek_v3 none"},
+		{"auto", "auto", `{%- set t = '｜DSML｜' -%} </think>`, "deepseek_v4 think"},
 		{"auto", "auto", `<|start_header_id|> {{ '"parameters": ' }}`, "llama3_json none"},
 		{"auto", "auto", `<|start_header_id|>`, "none none"},
 		{"mistral", "think", `<tool_call>`, "mistral think"},
@@ -404,7 +472,7 @@ func TestHostileOutput(t *testing.T) {
 	for _, family := range ToolFormats() {
 		f, _ := NewOutputFormat(family, "think", "")
 		for _, unit := range []string{"<", "<tool_call>{\"", "<tool_call><function=f><parameter=a>", "[TOOL_CALLS]a", "{\"a\":[", "<｜tool▁calls▁begin｜>", " x", "<TOOLCALL>[{"} {
-			text := strings.Repeat(unit, 1<<18/len(unit))
+			text := strings.Repeat(unit, 1<<16/len(unit))
 			for _, size := range []int{16, len(text)} {
 				p := f.NewParser(OutputOptions{Tools: []byte(someTools)})
 				n := 0

@@ -47,7 +47,7 @@ type engineFlags struct {
 
 // outputFlags say how a model writes what is not content.
 type outputFlags struct {
-	ToolParser      string `default:"auto" placeholder:"NAME" help:"How the model writes tool calls: hermes, qwen3_coder, llama3_json, mistral, deepseek_v3 or nemotron. auto: as its chat template shows; none: calls are left in the content."`
+	ToolParser      string `default:"auto" placeholder:"NAME" help:"How the model writes tool calls: hermes, qwen3_coder, llama3_json, mistral, deepseek_v3, deepseek_v4 or nemotron. auto: as its chat template shows; none: calls are left in the content."`
 	ReasoningParser string `default:"auto" placeholder:"NAME" help:"How the model writes its reasoning: think (<think>) or mistral ([THINK]). auto: as its chat template shows; none: reasoning is left in the content."`
 }
 
