@@ -145,6 +145,11 @@ func continued(t *testing.T, ck *checkpoint.Checkpoint, c Config, d *damage) (a 
 	running.Wait()
 	prefill, decode = engines[0].core.Load().Handoff, engines[1].core.Load().Handoff
 	for _, e := range engines {
+		// The last release may find its reader just leaving; then the next looks do.
+		for deadline := time.Now().Add(5 * time.Second); e.core.Pool().Stats().InUse != 0 && time.Now().Before(deadline); {
+			time.Sleep(time.Millisecond)
+			e.step(Tick{})
+		}
 		if s := e.core.Pool().Stats(); s.InUse != 0 {
 			t.Errorf("%s keeps %+v", e.config.Name, s)
 		}
