@@ -13,6 +13,8 @@ import (
 type traits struct {
 	partLists       bool // it shows a list of one text part as it shows the text
 	decodeArguments bool // it formats tool-call arguments itself, and spoils them if they are a string
+	nullContent     bool // it shows calls only beside content that is null
+	textContent     bool // or only beside content that is a string
 }
 
 const (
@@ -37,14 +39,27 @@ func (tm *Template) probe() traits {
 	}
 	asText := try(`[{"role":"user","content":"` + probeText + `"}]`)
 	asParts := try(`[{"role":"user","content":[{"type":"text","text":"` + probeText + `"}]}]`)
-	call := func(arguments string) string {
-		return try(`[{"role":"user","content":"` + probeText + `"},{"role":"assistant","content":"","tool_calls":[{"id":"abcdefghi",` +
+	call := func(content, arguments string) string {
+		return try(`[{"role":"user","content":"ask"},{"role":"assistant","content":` + content + `,"tool_calls":[{"id":"abcdefghi",` +
 			`"type":"function","function":{"name":"find","arguments":` + arguments + `}}]}]`)
 	}
 	quoted, _ := jsontext.AppendQuote(nil, probeArguments)
+	shows := func(content string) (yes bool, nones int) {
+		both := call(content, probeArguments) + call(content, string(quoted))
+		return strings.Contains(both, "needle"), strings.Count(both, "None")
+	}
+	text, nones := shows(`""`)
+	null, more := shows("null")
+	null = null && (!text || more <= nones) // not one that prints the null
+	content := `""`
+	if null && !text {
+		content = "null"
+	}
 	return traits{
 		partLists:       asParts != "" && asParts == asText && strings.Contains(asText, probeText),
-		decodeArguments: strings.Contains(call(probeArguments), "needle") && !strings.Contains(call(string(quoted)), probeArguments),
+		decodeArguments: strings.Contains(call(content, probeArguments), "needle") && !strings.Contains(call(content, string(quoted)), probeArguments),
+		nullContent:     null && !text,
+		textContent:     text && !null,
 	}
 }
 
@@ -60,10 +75,21 @@ func (tm *Template) adapt(messages jinja.Value, m *marker) {
 				d.Set("content", jinja.NewString(joined))
 			}
 		}
-		if calls, ok := d.Get("tool_calls"); ok && calls.IsList() && tm.traits().decodeArguments {
+		calls, ok := d.Get("tool_calls")
+		if !ok || !calls.IsList() || calls.AsList().Len() == 0 {
+			continue
+		}
+		if tm.traits().decodeArguments {
 			for _, call := range calls.AsList().Items {
 				decodeArguments(call, m)
 			}
+		}
+		content, ok := d.Get("content")
+		switch blank := !ok || content.IsNone() || content.IsString() && content.AsString() == ""; {
+		case blank && tm.traits().nullContent:
+			d.Set("content", jinja.None())
+		case blank && tm.traits().textContent:
+			d.Set("content", jinja.NewString(""))
 		}
 	}
 }

@@ -70,6 +70,25 @@ func TestStreamedDecoding(t *testing.T) {
 	})
 }
 
+// TestDetokenizerExcept: of special tokens only those named are shown.
+func TestDetokenizerExcept(t *testing.T) {
+	tok := bare(t, "<|python_tag|>", "<|eom_id|>")
+	for _, c := range []struct {
+		skip   bool
+		except []string
+		want   string
+	}{
+		{true, nil, ""},
+		{true, []string{"<|python_tag|>", "<tool_call>"}, "<|python_tag|>"},
+		{false, []string{"<|python_tag|>"}, "<|python_tag|><|eom_id|>"},
+	} {
+		d := tok.NewDetokenizer(c.skip, c.except...)
+		if got := d.Push(0, 1) + d.Flush(); got != c.want {
+			t.Errorf("skip %v except %q: %q, want %q", c.skip, c.except, got, c.want)
+		}
+	}
+}
+
 // TestRoundTrip: byte-level BPE decodes to the text it encoded.
 func TestRoundTrip(t *testing.T) {
 	for _, name := range []string{"gpt2", "llama", "o200k", "tekken", "deepseek", "smollm", "qwen-marks", "nothing"} {

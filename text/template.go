@@ -146,9 +146,10 @@ func (tm *Template) Source() string { return tm.source }
 // Render renders a chat. A refusal by the template, a fault in it, or JSON that cannot be read is a
 // TemplateError; ctx and the package's limits bound the work.
 //
-// Two things depend on what the template can take. Lists of text parts as content are joined by line
+// Three things depend on what the template can take. Lists of text parts as content are joined by line
 // breaks for a template that knows only strings. Tool-call arguments, which clients send as a string of
-// JSON, are decoded for a template that formats them itself.
+// JSON, are decoded for a template that formats them itself. Content that is empty beside tool calls is null or the empty
+// string, whichever the template shows calls with.
 func (tm *Template) Render(ctx context.Context, c Chat) (Prompt, error) {
 	m := &marker{protected: tm.protected, clash: map[rune]bool{}}
 	mark, err := newMark(tm.sourceUse)

@@ -262,6 +262,10 @@ func TestAdapt(t *testing.T) {
 		{"arguments for tojson", calls("c.function.arguments | tojson"), call, `{"b": 1, "a": 2}`},
 		{"arguments for a string", calls(`"args " + c.function.arguments`), call, `args {"b": 1,"a":2}`},
 		{"arguments for either", calls(`c.function.arguments if c.function.arguments is string else c.function.arguments | tojson`), call, `{"b": 1,"a":2}`},
+		{"content that must be null", each(`{% if m.content is none %}{{ m.tool_calls[0].function.arguments }}{% else %}{{ m.content }}{% endif %}`), call, `{"b": 1,"a":2}`},
+		{"content that must be a string", each(`{{ m.content + m.tool_calls[0].function.arguments }}`), strings.Replace(call, `"content":"",`, "", 1), `{"b": 1,"a":2}`},
+		{"content that is null must be a string", each(`{{ m.content + m.tool_calls[0].function.arguments }}`), strings.Replace(call, `"content":""`, `"content":null`, 1), `{"b": 1,"a":2}`},
+		{"content stays beside calls", each(`{% if m.content is none %}{{ m.tool_calls[0].function.arguments }}{% else %}{{ m.content }}{% endif %}`), strings.Replace(call, `"content":""`, `"content":"a"`, 1), "a"},
 		{"arguments that are no object", calls("c.function.arguments | tojson"), strings.ReplaceAll(call, `{\"b\": 1,\"a\":2}`, "oops"), `"oops"`},
 	} {
 		tm, err := tok.NewTemplate(c.name, c.template)
