@@ -147,11 +147,15 @@ func continued(t *testing.T, ck *checkpoint.Checkpoint, c Config, d *damage) (a 
 	for _, e := range engines {
 		// The last release may find its reader just leaving; then the next looks do.
 		for deadline := time.Now().Add(5 * time.Second); e.core.Pool().Stats().InUse != 0 && time.Now().Before(deadline); {
-			time.Sleep(time.Millisecond)
-			e.step(Tick{})
+			select {
+			case id := <-e.settled:
+				e.transferSettled(id)
+			case <-time.After(time.Millisecond):
+				e.step(Tick{})
+			}
 		}
 		if s := e.core.Pool().Stats(); s.InUse != 0 {
-			t.Errorf("%s keeps %+v", e.config.Name, s)
+			t.Errorf("%s keeps %+v, %+v", e.config.Name, s, e.core.Load().Handoff)
 		}
 		if err := e.Close(); err != nil {
 			t.Error(err)
