@@ -9,6 +9,7 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 
 	"pgregory.net/rapid"
@@ -23,6 +24,7 @@ type script struct {
 	sizes  []int
 	finish string
 
+	mu       sync.Mutex
 	requests []*wire.SubmitRequest
 }
 
@@ -31,6 +33,8 @@ func (*script) Status(context.Context) (*wire.StatusReply, error) {
 }
 
 func (s *script) Submit(_ context.Context, req *wire.SubmitRequest) (Stream, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	s.requests = append(s.requests, req)
 	return &scriptStream{script: s}, nil
 }
@@ -260,6 +264,45 @@ func TestToolChoiceNone(t *testing.T) {
 	for i, want := range []bool{false, true} {
 		if prompt := (toyTokenizer{}).Decode(b.requests[i].Prompt, false); strings.Contains(prompt, "get_weather") != want {
 			t.Errorf("request %d has the prompt %q", i, prompt)
+		}
+	}
+}
+
+// TestSecondTurnExtendsTheFirst: a client that returns the message as it got it gets a prompt that begins with the first
+// prompt and the ids that were sampled, also where the arguments are spelled in another way than a JSON writer would.
+func TestSecondTurnExtendsTheFirst(t *testing.T) {
+	const template = `{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}
+{%- if m.reasoning_content %}{{ '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}{% endif %}{{ m.content }}
+{%- for c in m.tool_calls %}{{ '\n' if m.content or not loop.first }}{{ '<tool_call>\n{"name": "' + c.function.name + '", "arguments": ' }}
+{{- c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}{{ '}\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor -%}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}`
+	tok := newTextTokenizer(t, template)
+	const call = "<tool_call>\n{\"name\": \"get_weather\", \"arguments\": {\"city\":\"Z\\u00fcrich\",  \"x\": 1.50}}\n</tool_call>"
+	for _, answer := range []string{call, "Hm.\n" + call + "\n" + call, "<think>\nWhere?\n</think>\n\n" + call, "No call: <tool_call>\n{"} {
+		b := &script{sizes: []int{7}, finish: wire.FinishStop}
+		for _, c := range []byte(answer) {
+			b.tokens = append(b.tokens, int32(c))
+		}
+		b.tokens = append(b.tokens, 257)
+		s := newTestServer(t, b, func(c *Config) {
+			outputFormat(t, "hermes", "think")(c)
+			c.Tokenizer, c.Limits.VocabSize = tok, 259
+		})
+		ask := func(messages string) json.RawMessage {
+			t.Helper()
+			var a struct {
+				Choices []struct{ Message json.RawMessage }
+			}
+			if err := json.Unmarshal(post(t, s.Handler(), chatPath, `{`+withTools+`,"messages":[`+messages+`]}`).body, &a); err != nil || len(a.Choices) != 1 {
+				t.Fatal(err)
+			}
+			return a.Choices[0].Message
+		}
+		message := ask(`{"role":"user","content":"a"}`)
+		ask(`{"role":"user","content":"a"},` + string(message) + `,{"role":"tool","content":"b"}`)
+		sampled := slices.Concat(b.requests[0].Prompt, b.tokens)
+		if got := b.requests[1].Prompt; len(got) <= len(sampled) || !slices.Equal(got[:len(sampled)], sampled) {
+			t.Errorf("sampled %q\nreturned %s\nrendered %q", tok.Decode(sampled, false), message, tok.Decode(got, false))
 		}
 	}
 }
