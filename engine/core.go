@@ -115,6 +115,9 @@ type Handed struct {
 	Stats  wire.Stats
 }
 
+// Quarantined tells people that blocks are kept back because a transfer may still touch them.
+type Quarantined struct{ handoff.Quarantine }
+
 // Profile starts a profile of the process at Path, or, with an empty one, ends it.
 type Profile struct{ Path string }
 
@@ -125,12 +128,13 @@ type Leave struct{}
 // KV arrived damaged.
 type Warn struct{ Text string }
 
-func (Send) action()     {}
-func (Transfer) action() {}
-func (Handed) action()   {}
-func (Warn) action()     {}
-func (Profile) action()  {}
-func (Leave) action()    {}
+func (Send) action()        {}
+func (Transfer) action()    {}
+func (Handed) action()      {}
+func (Warn) action()        {}
+func (Quarantined) action() {}
+func (Profile) action()     {}
+func (Leave) action()       {}
 
 // NewCore makes an idle engine with an empty pool.
 func NewCore(c CoreConfig) (*Core, error) {

@@ -341,6 +341,9 @@ func (e *Engine) carryOut(actions []Action) {
 			}
 		case Handed:
 			e.metrics.handed(a)
+		case Quarantined:
+			e.metrics.quarantined()
+			e.log.Warn("blocks in quarantine until their transfer is quiesced", "request", a.ID, "blocks", a.Blocks, "source", a.Source)
 		case Profile:
 			e.profiler(a.Path)
 		case Leave:

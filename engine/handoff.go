@@ -24,6 +24,9 @@ func (c *Core) step(now time.Time, event handoff.Event) {
 			c.act(Transfer{action})
 		}
 	}
+	for _, q := range c.handoff.Quarantines() {
+		c.act(Quarantined{q})
+	}
 }
 
 // export retains a prompt whose first token is sampled. Its reply waits until the blocks can be read.

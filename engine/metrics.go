@@ -18,6 +18,7 @@ type Metrics struct {
 	reused     *prometheus.CounterVec
 	bytes      *prometheus.CounterVec
 	corrupt    *prometheus.CounterVec
+	kept       *prometheus.CounterVec
 	transfer   *prometheus.HistogramVec
 	handoff    *prometheus.HistogramVec
 	evictions  *prometheus.CounterVec
@@ -45,12 +46,13 @@ func NewMetrics(reg prometheus.Registerer) *Metrics {
 		moved:      counter("handoff_blocks_moved_total", "KV blocks copied from prefill to decode engines.", "engine"),
 		reused:     counter("handoff_blocks_reused_total", "Prompt blocks that decode engines held already and did not copy.", "engine"),
 		bytes:      counter("handoff_bytes_total", "Bytes of KV copied from prefill to decode engines.", "engine"),
+		kept:       counter("handoff_quarantines_total", "Times that blocks nobody used any more were kept back, because a transfer might still touch them.", "engine"),
 		corrupt:    counter("handoff_corrupt_total", "Handoffs whose KV did not have the checksums that its source made; their prompts are computed again.", "engine"),
 		transfer:   histogram("handoff_transfer_seconds", "Time of the copy of one handoff.", seconds, "engine"),
 		handoff:    histogram("handoff_seconds", "Time from the arrival of a handoff to its admission into the decode batch.", seconds, "engine"),
 		evictions:  counter("engine_evictions_total", "Times that requests, counted when they end, had to give up their KV to others.", "engine"),
 	}
-	reg.MustRegister(m.requests, m.blocks, m.tokens, m.steps, m.stepTokens, m.handoffs, m.moved, m.reused, m.bytes, m.corrupt, m.transfer, m.handoff, m.evictions)
+	reg.MustRegister(m.requests, m.blocks, m.tokens, m.steps, m.stepTokens, m.handoffs, m.moved, m.reused, m.bytes, m.corrupt, m.kept, m.transfer, m.handoff, m.evictions)
 	return m
 }
 
@@ -64,6 +66,7 @@ type engineMetrics struct {
 func (m *Metrics) engine(name string) engineMetrics {
 	if m != nil {
 		m.corrupt.WithLabelValues(name) // 0 is worth seeing
+		m.kept.WithLabelValues(name)
 	}
 	return engineMetrics{m, name}
 }
@@ -117,6 +120,12 @@ func (m engineMetrics) handed(h Handed) {
 	m.all.bytes.WithLabelValues(m.name).Add(float64(h.Stats.BytesMoved))
 	m.all.transfer.WithLabelValues(m.name).Observe(h.Stats.Transfer)
 	m.all.handoff.WithLabelValues(m.name).Observe(h.Stats.Handoff)
+}
+
+func (m engineMetrics) quarantined() {
+	if m.all != nil {
+		m.all.kept.WithLabelValues(m.name).Inc()
+	}
 }
 
 // gauge publishes the lengths of the engine's queues and the state of its pool.

@@ -119,9 +119,16 @@ func refusal(id uint64, field, format string, args ...any) *wire.RequestError {
 	}
 }
 
+// leastTemperature is the smallest that is more than greedy: dividing logits by less could overflow, and
+// would leave all the probability with the likeliest token anyway.
+const leastTemperature = 1e-5
+
 // newRequest checks a submission against the engine's limits, in the order a caller can fix things.
 func newRequest(sub *wire.SubmitRequest, l limits, now time.Time) (*request, *wire.RequestError) {
 	p := sub.Sampling
+	if p.Temperature < leastTemperature {
+		p.Temperature = 0
+	}
 	tokens := slices.Concat(sub.Prompt, sub.Resume)
 	if len(sub.Prompt) == 0 {
 		return nil, refusal(sub.ID, "prompt", "the prompt is empty; at least one token is needed")

@@ -387,3 +387,18 @@ func TestRandomLoads(t *testing.T) {
 		})
 	}
 }
+
+// Temperatures whose inverse would overflow are greedy.
+func TestTinyTemperaturesAreGreedy(t *testing.T) {
+	h := newHarness(t, SchedulerConfig{MaxRequests: 2, MaxTokens: 64, BlockSize: 4, Blocks: 10})
+	for i, temperature := range []float32{0, 1e-45, 1e-39, 5e-39, 9e-6} {
+		h.submit(wire.SubmitRequest{ID: uint64(i), Prompt: ramp(3, 0), Sampling: wire.Sampling{Temperature: temperature, MaxTokens: 1}})
+		if got := h.requests[uint64(i)].sampling.Temperature; got != 0 {
+			t.Errorf("temperature %v became %v, want 0", temperature, got)
+		}
+	}
+	h.submit(wire.SubmitRequest{ID: 9, Prompt: ramp(3, 0), Sampling: wire.Sampling{Temperature: 2e-5, MaxTokens: 1}})
+	if got := h.requests[9].sampling.Temperature; got != 2e-5 {
+		t.Errorf("temperature 2e-5 became %v", got)
+	}
+}

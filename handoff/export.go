@@ -22,6 +22,7 @@ type export struct {
 	sealing   int    // ranks that have not answered Seal
 	opening   int    // ranks that have not answered OpenExport
 	releasing bool   // only waiting until it is quiesced
+	kept      bool   // and has to wait for a transfer: reported as a Quarantine
 	readable  []bool // ranks that may still be read; empty where sources push
 	pushes    []*leg // not safe yet
 	aborted   bool   // the other side waits for a RequestAborted
@@ -245,15 +246,30 @@ func (c *Core) release(x *export) {
 		return
 	}
 	x.releasing = true
+	if len(x.pushes) > 0 {
+		c.keep(x)
+	}
 	for rank := range x.readable {
 		c.act(Revoke{Handoff: x.handoff, Rank: rank})
 	}
 	c.settleRelease(x)
 }
 
+// keep notes, once, that a released export has to wait for a transfer.
+func (c *Core) keep(x *export) {
+	if !x.kept {
+		x.kept = true
+		c.kept = append(c.kept, Quarantine{ID: x.id, Blocks: len(x.pin.Blocks()), Source: true})
+	}
+}
+
 func (c *Core) revoked(e Revoked) {
 	x := c.export(e.Handoff)
-	if x == nil || !x.releasing || e.Rank < 0 || e.Rank >= len(x.readable) || !e.Quiesced {
+	if x == nil || !x.releasing || e.Rank < 0 || e.Rank >= len(x.readable) {
+		return
+	}
+	if !e.Quiesced {
+		c.keep(x)
 		return
 	}
 	x.readable[e.Rank] = false

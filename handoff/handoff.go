@@ -85,8 +85,9 @@ type Core struct {
 	quarantined  []*importing
 	lastTransfer uint64
 	transfers    map[uint64]*leg
-	retry        bool     // something changed that the queue may have waited for
-	sealed       []uint32 // of each block, the generation that has checksums or is about to
+	retry        bool         // something changed that the queue may have waited for
+	kept         []Quarantine // not told yet
+	sealed       []uint32     // of each block, the generation that has checksums or is about to
 
 	stats   Stats
 	now     time.Time
@@ -214,6 +215,20 @@ func (c *Core) poll() {
 	c.pollExports()
 	c.pollImports()
 	c.retry = true
+}
+
+// Quarantine says that blocks which nobody uses any more are kept, since a transfer may still touch them.
+type Quarantine struct {
+	ID     uint64 // of the request that they were for
+	Blocks int
+	Source bool // they were being read or sent, not written
+}
+
+// Quarantines returns those that began since the last call.
+func (c *Core) Quarantines() []Quarantine {
+	kept := c.kept
+	c.kept = nil
+	return kept
 }
 
 // BusyError says why a Reset is refused.

@@ -258,6 +258,7 @@ func (c *Core) drop(m *importing) (sourceSafe bool) {
 	// A source that pushes knows by itself when its blocks are safe; one that is read must be told.
 	m.owes = !c.config.Push && !m.verifying
 	c.quarantined = append(c.quarantined, m)
+	c.kept = append(c.kept, Quarantine{ID: m.id(), Blocks: len(m.pin.Blocks())})
 	return !m.owes
 }
 
