@@ -3,10 +3,10 @@ export GOTOOLCHAIN := go1.27.3
 export CGO_ENABLED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help build run model test race lint sim sim-mutants chaos fuzz bench generate clean
+.PHONY: help build run model test race lint sim sim-mutants chaos bench-handoff fuzz bench bench-handoff generate clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 build: ## bin/baton, one static binary
 	go build -trimpath -o bin/baton ./cmd/baton
@@ -37,10 +37,18 @@ SEED ?= 1
 chaos: build ## kill, stop and restart real processes under load, for SECONDS
 	go run ./internal/chaos/cmd -seconds $(SECONDS) -seed $(SEED)
 
+SOAK ?= 0
+bench-handoff: build ## the handoff against memcpy and bare TCP, its way through processes, the coordinator; SOAK=1000000 watches memory
+	go test -run '^$$' -bench BenchmarkCore -benchtime 1s ./coordinator
+	go run ./internal/bench/cmd -soak $(SOAK)
+
 lint: ## formatting, vet, staticcheck
 	@out=$$(gofmt -l $$(git ls-files '*.go')); if [ -n "$$out" ]; then echo "not gofmt-ed: $$out"; exit 1; fi
 	go vet ./...
 	go tool staticcheck ./...
+
+bench-handoff: build ## KV transfers beside memcpy and bare TCP, the gap between prefill and decode, the coordinator's cost
+	go run ./internal/bench/cmd
 
 FUZZTIME ?= 20s
 fuzz: ## every fuzzer, FUZZTIME each

@@ -56,10 +56,10 @@ func (r *Report) Write(w io.Writer) error {
 		fmt.Fprintln(t)
 	}
 	if len(r.Path) > 0 {
-		fmt.Fprintln(t, "From prefill to decode, ms\tbetween tokens\tdecode step\tbytes\tat bare rate\toverhead\tp90\tengine: transfer\thandoff")
+		fmt.Fprintln(t, "From prefill to decode, ms\tbetween tokens\tdecode step\tbytes\tat bare rate\toverhead\tp10\tp90\tengine: transfer\thandoff")
 		for _, p := range r.Path {
-			fmt.Fprintf(t, "%s, %s, %d tokens\t%.2f\t%.2f\t%d\t%.2f\t%.2f\t%.2f\t%.2f\t%.2f\n", p.Model, p.Transport, p.Prompt,
-				p.Between, p.Step, p.Bytes, p.ByteTime, p.Overhead, p.Overhead9, p.Transfer, p.Handoff)
+			fmt.Fprintf(t, "%s, %s, %d tokens\t%.2f\t%.2f\t%d\t%.2f\t%.2f\t%.2f\t%.2f\t%.2f\t%.2f\n", p.Model, p.Transport, p.Prompt,
+				p.Between, p.Step, p.Bytes, p.ByteTime, p.Overhead, p.Overhead1, p.Overhead9, p.Transfer, p.Handoff)
 		}
 		fmt.Fprintln(t)
 	}

@@ -48,9 +48,13 @@ const mebi = 1 << 20
 // arena is the size of every memory: beyond any L3 there is on this kind of machine, and it holds all shapes.
 const arena = 256 * mebi
 
+// small is about what one prompt needs.
+const small = "6 MiB, one run"
+
 var shapes = []shape{
 	{"64 MiB, one run", []transfer.Copy{{Src: 64 * mebi, Dst: 128 * mebi, Len: 64 * mebi}}, true},
 	{"256 MiB, one run", []transfer.Copy{{Len: arena}}, true},
+	{small, []transfer.Copy{{Src: 64 * mebi, Dst: 128 * mebi, Len: 6 * mebi}}, false},
 	{"64 MiB, blocks of 256 KiB", blocks(256, 256<<10), false},
 }
 
@@ -70,12 +74,31 @@ func (s shape) bytes() (n int64) {
 	return n
 }
 
+// The bounds.
+const (
+	memcpyName = "memcpy"
+	bareName   = "bare loopback TCP"
+)
+
 // way is one way to move the bytes of a shape.
 type way struct {
 	name   string
 	bound  *way // what it is compared with; nil for a bound
 	target float64
 	move   func(ctx context.Context, copies []transfer.Copy) error
+}
+
+// BoundRates are the rates of the bare ways for what one prompt needs, in bytes a second, by backend.
+func BoundRates(data []Rate) map[string]float64 {
+	rates := make(map[string]float64)
+	for _, d := range data {
+		for _, backend := range backends.Names {
+			if d.Shape == small && (d.Way == memcpyName) == (backend == shm.Name) && (d.Way == memcpyName || d.Way == bareName) {
+				rates[backend] = d.GBps * 1e9
+			}
+		}
+	}
+	return rates
 }
 
 // Data measures the data phase of every transfer backend.
@@ -88,7 +111,7 @@ func Data(ctx context.Context, c DataConfig) (rates []Rate, checks []Check, err 
 	for _, s := range shapes {
 		got, err := measure(ctx, s, all.ways, c.For)
 		if err != nil {
-			return nil, nil, err
+			return rates, checks, err
 		}
 		rates = append(rates, got...)
 		for i, w := range all.ways {
@@ -179,8 +202,8 @@ func newStand(c DataConfig, size int64) (s *stand, err error) {
 	if err != nil {
 		return nil, err
 	}
-	memcpy := &way{name: "memcpy", move: s.memcpy(s.from, s.to)}
-	bare := &way{name: "bare loopback TCP", move: stream}
+	memcpy := &way{name: memcpyName, move: s.memcpy(s.from, s.to)}
+	bare := &way{name: bareName, move: stream}
 	s.ways = []*way{memcpy, bare, {name: "memcpy, anonymous memory", bound: memcpy, move: anonymous}}
 	id, err := s.identity()
 	if err != nil {
@@ -281,6 +304,9 @@ func divide(copies []transfer.Copy, n int) [][]transfer.Copy {
 	return shares
 }
 
+// worthAStream is how many bytes the TCP backends move over one connection before they take another.
+const worthAStream = 4 * mebi
+
 // loopback is the bound of tcp: the same copies over as many connections, nothing else.
 func (s *stand) loopback() (func(context.Context, []transfer.Copy) error, error) {
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
@@ -305,7 +331,8 @@ func (s *stand) loopback() (func(context.Context, []transfer.Copy) error, error)
 	return func(_ context.Context, copies []transfer.Copy) error {
 		var group sync.WaitGroup
 		errs := make(chan error, 2*len(sends))
-		for i, share := range divide(copies, len(sends)) {
+		streams := int(max(1, min(int64(len(sends)), shape{copies: copies}.bytes()/worthAStream)))
+		for i, share := range divide(copies, streams) {
 			group.Go(func() {
 				for _, c := range share {
 					if _, err := sends[i].Write(s.from[c.Src : c.Src+c.Len]); err != nil {

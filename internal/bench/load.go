@@ -58,7 +58,7 @@ func Coordinator(ctx context.Context, c LoadConfig) (loads []Load, checks []Chec
 	for _, v := range variants {
 		l, err := c.run(ctx, v.level, v.traffic, c.Requests, 0)
 		if err != nil {
-			return nil, nil, fmt.Errorf("bench: coordinator, %s: %w", v.name, err)
+			return loads, checks, fmt.Errorf("bench: coordinator, %s: %w", v.name, err)
 		}
 		l.What = v.name
 		loads = append(loads, *l)
@@ -72,7 +72,7 @@ func Coordinator(ctx context.Context, c LoadConfig) (loads []Load, checks []Chec
 	const samples = 40
 	l, err := c.run(ctx, "warn", traffic{tokens: 4, events: true}, c.Soak, samples)
 	if err != nil {
-		return nil, nil, fmt.Errorf("bench: soak: %w", err)
+		return loads, checks, fmt.Errorf("bench: soak: %w", err)
 	}
 	l.What = "soak, with residency events"
 	loads = append(loads, *l)

@@ -9,6 +9,7 @@ package main
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"flag"
 	"fmt"
 	"os"
@@ -23,7 +24,6 @@ import (
 	"baton/internal/bench"
 	"baton/internal/rig"
 	"baton/transfer/backends"
-	"baton/transfer/shm"
 )
 
 var parts = []string{"data", "path", "coordinator"}
@@ -33,7 +33,7 @@ func main() {
 	models := flag.String("models", "", "paths of models for the path, separated by commas (default: a small one that comes along, and SmolLM2 if it is in the cache)")
 	only := flag.String("only", "", "measure only these of "+strings.Join(parts, ", "))
 	seconds := flag.Float64("seconds", 8, "how long each shape of the data phase is measured")
-	requests := flag.Int("requests", 60, "requests for each model and transport of the path")
+	requests := flag.Int("requests", 40, "requests for each model and transport of the path")
 	load := flag.Int("load", 60_000, "requests through the coordinator, each variant")
 	soak := flag.Int("soak", 0, "requests of a run in which the coordinator's memory is watched")
 	asJSON := flag.Bool("json", false, "print JSON")
@@ -52,10 +52,10 @@ func main() {
 		m.wanted = strings.Split(*only, ",")
 	}
 	report, err := m.run(ctx)
-	if err == nil && *asJSON {
-		err = json.NewEncoder(os.Stdout).Encode(report)
-	} else if err == nil {
-		err = report.Write(os.Stdout)
+	if *asJSON {
+		err = errors.Join(err, json.NewEncoder(os.Stdout).Encode(report))
+	} else {
+		err = errors.Join(err, report.Write(os.Stdout))
 	}
 	if err == nil && slices.ContainsFunc(report.Checks, func(c bench.Check) bool { return !c.OK() }) {
 		err = fmt.Errorf("bench: targets were missed; on a machine that others use, see whether they are missed again")
@@ -102,46 +102,32 @@ type measurement struct {
 	load     bench.LoadConfig
 }
 
+// run measures what is wanted. After a failure the report holds what was measured before it.
 func (m *measurement) run(ctx context.Context) (*bench.Report, error) {
 	r := new(bench.Report)
 	var checks []bench.Check
 	var err error
 	want := func(part string) bool { return slices.Contains(m.wanted, part) }
 	if want("data") || want("path") {
-		if r.Data, checks, err = bench.Data(ctx, m.data); err != nil {
-			return nil, err
-		}
-		if want("data") {
+		if r.Data, checks, err = bench.Data(ctx, m.data); want("data") {
 			r.Checks = append(r.Checks, checks...)
+		}
+		if err != nil {
+			return r, err
 		}
 	}
 	if want("path") {
-		if r.Path, checks, err = bench.Handoff(ctx, bench.PathConfig{
-			Command: m.command, Models: m.models, Transports: backends.Names, Requests: m.requests, Rates: bounds(r.Data),
-		}); err != nil {
-			return nil, err
-		}
+		r.Path, checks, err = bench.Handoff(ctx, bench.PathConfig{
+			Command: m.command, Models: m.models, Transports: backends.Names, Requests: m.requests, Rates: bench.BoundRates(r.Data),
+		})
 		r.Checks = append(r.Checks, checks...)
+		if err != nil {
+			return r, err
+		}
 	}
 	if want("coordinator") {
-		if r.Coordinator, checks, err = bench.Coordinator(ctx, m.load); err != nil {
-			return nil, err
-		}
+		r.Coordinator, checks, err = bench.Coordinator(ctx, m.load)
 		r.Checks = append(r.Checks, checks...)
 	}
-	return r, nil
-}
-
-// bounds are the rates of the bare ways, by transport, of the first shape.
-func bounds(data []bench.Rate) map[string]float64 {
-	rates := make(map[string]float64)
-	for _, name := range backends.Names {
-		bare := "bare loopback TCP"
-		if name == shm.Name {
-			bare = "memcpy"
-		}
-		i := slices.IndexFunc(data, func(d bench.Rate) bool { return d.Way == bare })
-		rates[name] = data[i].GBps * 1e9
-	}
-	return rates
+	return r, err
 }
