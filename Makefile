@@ -47,9 +47,6 @@ lint: ## formatting, vet, staticcheck
 	go vet ./...
 	go tool staticcheck ./...
 
-bench-handoff: build ## KV transfers beside memcpy and bare TCP, the gap between prefill and decode, the coordinator's cost
-	go run ./internal/bench/cmd
-
 FUZZTIME ?= 20s
 fuzz: ## every fuzzer, FUZZTIME each
 	scripts/fuzz $(FUZZTIME)
