@@ -21,6 +21,8 @@ import (
 type kind struct {
 	name   string
 	weight float64
+	// several tells that it needs a fleet that nobody else disturbs.
+	several bool
 	// choose picks whom it befalls, none when that is not possible now.
 	choose func(d *drill, rng *rand.Rand) []*member
 	run    func(ctx context.Context, d *drill, rng *rand.Rand, m *member) error
@@ -28,14 +30,14 @@ type kind struct {
 
 // The kinds. Those of one engine leave another of its role in peace.
 var kinds = []kind{
-	{"kill", 4, one, kill},
-	{"stop briefly", 2, one, stopFor(50*time.Millisecond, 800*time.Millisecond)},
-	{"stop", 2, one, stopFor(1500*time.Millisecond, 4*time.Second)}, // longer than the idle timeout: declared dead
-	{"stop and kill", 1, one, stopAndKill},
-	{"drain", 1.5, one, drain},
-	{"kill a role", .4, role, kill},
-	{"kill all engines", .3, everybody, kill},
-	{"kill the coordinator", .3, hub, nil},
+	{"kill", 4, false, one, kill},
+	{"stop briefly", 2, false, one, stopFor(50*time.Millisecond, 800*time.Millisecond)},
+	{"stop", 2, false, one, stopFor(1500*time.Millisecond, 4*time.Second)}, // longer than the idle timeout: declared dead
+	{"stop and kill", 1, false, one, stopAndKill},
+	{"drain", 1.5, false, one, drain},
+	{"kill a role", .4, true, role, kill},
+	{"kill all engines", .3, true, everybody, kill},
+	{"kill the coordinator", .3, true, hub, nil},
 }
 
 // Kinds are the names of the disturbances.
@@ -70,6 +72,9 @@ func (d *drill) wreak(ctx context.Context) error {
 		k := pick(d.kinds, d.rng)
 		rng := rand.New(rand.NewPCG(d.rng.Uint64(), 0))
 		victims := d.seize(k, rng)
+		for quiet := 0; victims == nil && quiet < 300 && k.several && pause(havoc, 20*time.Millisecond); quiet++ {
+			victims = d.seize(k, rng) // once the others are done
+		}
 		if victims == nil {
 			continue
 		}
