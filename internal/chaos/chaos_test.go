@@ -142,6 +142,8 @@ func TestGrown(t *testing.T) {
 		{"decode0", func(h *holdings) { h.goroutines += 7 }, "goroutines"},
 		{"decode0", func(h *holdings) { h.Pools = 3 }, ""},
 		{"decode0", func(h *holdings) { h.Pools = 4 }, "KV pools"},
+		{"decode0", func(h *holdings) { h.Pools = 0 }, "its own KV pool"},
+		{"frontend", func(h *holdings) { h.Pools = 0 }, ""},
 		{"decode0", func(h *holdings) { h.Dead = 1 }, "gone"},
 	} {
 		after := base

@@ -158,6 +158,9 @@ func (d *drill) grown(before, after map[string]holdings) (list []string) {
 		check("TCP connections", is.Conns, was.Conns, kept)
 		check("goroutines", is.goroutines, was.goroutines, slack+max(0, is.Conns-was.Conns))
 		check("mapped KV pools", is.Pools, pools, 0)
+		if pools > 0 && is.Pools == 0 {
+			list = append(list, name+" does not map even its own KV pool: the drill cannot see such mappings here")
+		}
 		if d.cfg.Thorough {
 			check("connections to processes that are gone", is.Dead, 0, 0)
 		}
@@ -184,7 +187,7 @@ func (d *drill) peers(name string) (conns, pools int) {
 func summary(all map[string]holdings) string {
 	var list []string
 	for name, h := range all {
-		list = append(list, fmt.Sprintf("%s %d+%d fds %d goroutines %d MiB", name, h.Files, h.Conns, h.goroutines, h.RSS>>20))
+		list = append(list, fmt.Sprintf("%s %d+%d fds %d goroutines %d pools %d MiB", name, h.Files, h.Conns, h.goroutines, h.Pools, h.RSS>>20))
 	}
 	slices.Sort(list)
 	return strings.Join(list, ", ")

@@ -44,7 +44,7 @@ func (p *Process) Resources() (Resources, error) {
 	if err != nil {
 		return fail(err)
 	}
-	r.Pools = bytes.Count(maps, []byte("memfd:baton-kv-"))
+	r.Pools = bytes.Count(maps, []byte("/memfd:baton-"))
 	return r, nil
 }
 

@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"os"
+	"path/filepath"
 	"reflect"
 	"regexp"
 	"slices"
@@ -113,8 +114,12 @@ func TestResources(t *testing.T) {
 	if _, err := os.Stat("/proc/self/fd"); err != nil {
 		t.Skip("no /proc here")
 	}
+	silent := filepath.Join(t.TempDir(), "silent")
+	if err := syscall.Mkfifo(silent, 0o600); err != nil {
+		t.Fatal(err)
+	}
 	look := func(script string) Resources {
-		p := start(t, script+"echo ready; exec sleep 10")
+		p := start(t, "exec <>"+silent+"; "+script+"echo ready; read nothing") // at rest from then on
 		if _, err := p.Await(t.Context(), regexp.MustCompile("(ready)")); err != nil {
 			t.Fatal(err)
 		}
