@@ -169,7 +169,19 @@ func TestFrameLimit(t *testing.T) {
 
 // stranger is one end of a Conn, spoken to in bytes.
 func stranger(t *testing.T, opt Options) (*Conn, net.Conn) {
-	near, far := net.Pipe()
+	listener, err := net.Listen("tcp", "127.0.0.1:0") // a net.Pipe refuses deadlines once its other end is closed
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer listener.Close()
+	far, err := net.Dial("tcp", listener.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	near, err := listener.Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
 	c := NewConn(near, opt)
 	t.Cleanup(func() { c.Close(); far.Close() })
 	return c, far
