@@ -87,10 +87,11 @@ type Linear struct {
 	Segments int
 }
 
-// Experts are the same matrix of every expert of a layer, made ready for MatMulExperts.
+// Experts are the same matrix of several experts of a layer, made ready for MatMulExperts.
 type Experts interface {
 	Count() int
-	Rows() int // of each matrix, as the others
+	First() int // number of the first of them in the layer
+	Rows() int  // of each matrix, as the others
 	Cols() int
 	DType() tensor.DType
 }
@@ -105,8 +106,9 @@ type Router struct {
 type Backend interface {
 	// Load makes a checkpoint tensor usable by the device. The tensor's bytes must outlive the Weight.
 	Load(t tensor.Tensor) (Weight, error)
-	// LoadExperts makes the same matrix of all experts usable; all have one shape and one type.
-	LoadExperts(ts []tensor.Tensor) (Experts, error)
+	// LoadExperts makes the same matrix of the experts from number first on usable; all have one shape and one
+	// type.
+	LoadExperts(first int, ts []tensor.Tensor) (Experts, error)
 	// Alloc returns zeroed device memory.
 	Alloc(bytes int) (Buffer, error)
 	// Free returns the memory. Buffers from Wrap are only forgotten.
@@ -116,8 +118,9 @@ type Backend interface {
 	// Rope prepares cos/sin for positions [0, maxPositions).
 	Rope(frequencies []float64, scale float32, interleaved bool, maxPositions int) (Buffer, error)
 
-	// Embed writes the table's rows ids[i] to dst row i.
-	Embed(dst Mat, table Weight, ids []int32)
+	// Embed writes row ids[i]-first of the table to dst row i. An id that the table does not reach gives a row
+	// of negative zeros, which change nothing in a sum: another rank has it.
+	Embed(dst Mat, table Weight, first int32, ids []int32)
 	// RMSNorm writes src * rsqrt(mean(src²)+eps) * w, row by row. dst may be src.
 	RMSNorm(dst, src Mat, w Weight, eps float32)
 	// MatMul writes src × wᵀ as Linear says. w is [dst.Cols, src.Cols]; dst must not overlap src.
@@ -133,6 +136,9 @@ type Backend interface {
 	Attention(dst, q Mat, kv KV, layer int, seqs []Sequence, scale float32)
 	// SiLUMul writes silu(gate) * up. dst may be gate.
 	SiLUMul(dst, gate, up Mat)
+	// Add adds src, and to each of its rows bias unless that is nil, to dst: what MatMul with a Residual does
+	// with a product, for one that ranks had to sum first.
+	Add(dst, src Mat, bias Weight)
 
 	// A mixture of experts is Route, Dispatch, MatMulExperts as often as an expert has matrices, and Combine.
 	// In between, a batch of n tokens is n*topK rows, one for each token and expert, in an order that only
@@ -146,11 +152,12 @@ type Backend interface {
 	// Dispatch copies each token's row of src, [tokens, n], to its rows of dst, [tokens*topK, n].
 	Dispatch(dst, src Mat, routing Buffer)
 	// MatMulExperts multiplies each dispatched row with its expert's matrix, as MatMul would with opt.
-	// opt has no Bias and no Residual.
+	// opt has no Bias and no Residual. Rows of experts that w lacks become negative zeros, which change nothing
+	// in a sum over ranks.
 	MatMulExperts(dst, src Mat, w Experts, routing Buffer, opt Linear)
-	// Combine adds to each token's row of dst, [tokens, n], the sum of its rows of src, [tokens*topK, n],
-	// multiplied by their weights and summed in order of decreasing weight.
-	Combine(dst, src Mat, routing Buffer)
+	// Combine adds to each row of dst the sum of a token's rows of src, [tokens*topK, n], multiplied by their
+	// weights and summed in order of decreasing weight. The first row of dst is that of token first.
+	Combine(dst, src Mat, routing Buffer, first int)
 
 	// GatherRows copies src rows idx[i] to dst row i.
 	GatherRows(dst, src Mat, idx []int32)

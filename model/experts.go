@@ -33,7 +33,7 @@ func (l *loader) loadExperts(ts []tensor.Tensor) compute.Experts {
 	if l.err != nil {
 		return nil
 	}
-	w, err := l.backend.LoadExperts(ts)
+	w, err := l.backend.LoadExperts(0, ts)
 	if err != nil {
 		l.err = fmt.Errorf("model: load experts such as %s: %w", ts[0].Name, err)
 		return nil
@@ -84,6 +84,6 @@ func (d *Decoder) experts(w *layerWeights, x, h compute.Mat) {
 		b.MatMulExperts(up, rows, w.experts.up, k.routing, compute.Linear{})
 		b.SiLUMul(gate, gate, up)
 		b.MatMulExperts(rows, gate, w.experts.down, k.routing, compute.Linear{Segments: segments(s.Experts.Intermediate, 1, w.experts.down.DType())})
-		b.Combine(x.Slice(from, to), rows, k.routing)
+		b.Combine(x.Slice(from, to), rows, k.routing, 0)
 	}
 }

@@ -208,7 +208,7 @@ func (d *Decoder) Forward(ws *WeightSet, kv compute.KV, batch Batch, each func(i
 			n, len(batch.Positions), len(batch.Slots), d.maxTokens)
 	}
 	x := d.work.x.Slice(0, n)
-	d.backend.Embed(x, ws.embed, batch.Tokens)
+	d.backend.Embed(x, ws.embed, 0, batch.Tokens)
 	for i := range ws.layers {
 		d.layer(&ws.layers[i], i, kv, batch, n)
 	}

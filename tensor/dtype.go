@@ -80,6 +80,7 @@ type Tensor struct {
 	DType DType
 	Shape []int
 	Data  []byte
+	Pitch int // bytes from one row to the next; 0: each follows the last
 }
 
 // Elements is the product of all dimensions; 1 for a scalar, whose Shape is empty.

@@ -155,7 +155,7 @@ func BenchmarkExperts(b *testing.B) {
 			for e := range count {
 				ts = append(ts, tensor.Tensor{DType: d, Shape: []int{inner, hidden}, Data: all[e*size : (e+1)*size]})
 			}
-			w, err := be.LoadExperts(ts)
+			w, err := be.LoadExperts(0, ts)
 			if err != nil {
 				b.Fatal(err)
 			}
@@ -177,7 +177,7 @@ func BenchmarkExperts(b *testing.B) {
 			measure("route", func() { be.Route(mem, logits, compute.Router{}) })
 			measure("dispatch", func() { be.Dispatch(rows, x, mem) })
 			measure("product", func() { be.MatMulExperts(out, rows, w, mem, compute.Linear{}) })
-			measure("combine", func() { be.Combine(x, rows, mem) })
+			measure("combine", func() { be.Combine(x, rows, mem, 0) })
 			dense := load(b, be, tensor.Tensor{DType: d, Shape: []int{topK * inner, hidden}, Data: all[:topK*size]})
 			wide := blank(b, be, tokens, topK*inner, topK*inner)
 			measure("dense", func() { be.MatMul(wide, x, dense, compute.Linear{}) })

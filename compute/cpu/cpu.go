@@ -78,8 +78,9 @@ type Backend struct {
 	dispatch  dispatchTask
 	experts   expertsTask
 	combine   combineTask
+	add       addTask
 	boxes     struct {
-		matmul, attention, silu, norm, rotate, embed, pack, route, dispatch, experts, combine task
+		matmul, attention, silu, norm, rotate, embed, pack, route, dispatch, experts, combine, add task
 	}
 	packed []byte // grows to the largest input that was packed
 }
@@ -110,6 +111,7 @@ func New(opt Options) (*Backend, error) {
 	b.boxes.matmul, b.boxes.attention, b.boxes.silu = &b.matmul, &b.attention, &b.silu
 	b.boxes.norm, b.boxes.rotate, b.boxes.embed, b.boxes.pack = &b.norm, &b.rotate, &b.embed, &b.pack
 	b.boxes.route, b.boxes.dispatch, b.boxes.experts, b.boxes.combine = &b.route, &b.dispatch, &b.experts, &b.combine
+	b.boxes.add = &b.add
 	b.pool = newPool(b.workers, spinRounds)
 	return b, nil
 }
@@ -259,9 +261,16 @@ func (b *Backend) Load(t tensor.Tensor) (compute.Weight, error) {
 	if w.cols%t.DType.BlockElements() != 0 {
 		return reject("rows of %d elements do not divide into %v blocks of %d", w.cols, t.DType, t.DType.BlockElements())
 	}
-	w.rowBytes = t.DType.RowBytes(w.cols)
-	if len(t.Data) != w.rows*w.rowBytes {
-		return reject("shape %v in %v needs %d bytes, the file gives %d", t.Shape, t.DType, w.rows*w.rowBytes, len(t.Data))
+	row := t.DType.RowBytes(w.cols)
+	w.rowBytes = row
+	if t.Pitch != 0 {
+		w.rowBytes = t.Pitch
+	}
+	if w.rowBytes < row || w.rowBytes > math.MaxInt32 {
+		return reject("rows of %d bytes cannot be %d bytes apart", row, w.rowBytes)
+	}
+	if want := (w.rows-1)*w.rowBytes + row; len(t.Data) != want {
+		return reject("shape %v in %v needs %d bytes, the file gives %d", t.Shape, t.DType, want, len(t.Data))
 	}
 	if len(t.Shape) == 1 {
 		w.vector = make([]float32, w.cols)

@@ -12,31 +12,35 @@ import (
 // maxExperts bounds the scores of one row, which lie in scratch.parts.
 const maxExperts = 1 << 14
 
-// experts is the same matrix of every expert.
-type experts struct{ of []*weight }
+// experts is the same matrix of experts first, first+1, ...
+type experts struct {
+	first int
+	of    []*weight
+}
 
+func (e *experts) First() int          { return e.first }
 func (e *experts) Count() int          { return len(e.of) }
 func (e *experts) Rows() int           { return e.of[0].rows }
 func (e *experts) Cols() int           { return e.of[0].cols }
 func (e *experts) DType() tensor.DType { return e.of[0].dtype }
 
 // LoadExperts implements compute.Backend.
-func (b *Backend) LoadExperts(ts []tensor.Tensor) (compute.Experts, error) {
-	e := &experts{of: make([]*weight, len(ts))}
+func (b *Backend) LoadExperts(first int, ts []tensor.Tensor) (compute.Experts, error) {
+	e := &experts{first: first, of: make([]*weight, len(ts))}
 	for i, t := range ts {
 		w, err := b.Load(t)
 		if err != nil {
 			return nil, err
 		}
 		e.of[i] = w.(*weight)
-		first := e.of[0]
-		if v := e.of[i]; v.vector != nil || v.rows != first.rows || v.cols != first.cols || v.dtype != first.dtype {
+		model := e.of[0]
+		if v := e.of[i]; v.vector != nil || v.rows != model.rows || v.cols != model.cols || v.dtype != model.dtype {
 			return nil, &LoadError{Tensor: t.Name, Reason: fmt.Sprintf("is %v of %v; every expert must have a matrix like the first, [%d %d] of %v",
-				t.Shape, t.DType, first.rows, first.cols, first.dtype)}
+				t.Shape, t.DType, model.rows, model.cols, model.dtype)}
 		}
 	}
-	if len(ts) == 0 || len(ts) > maxExperts {
-		return nil, &LoadError{Reason: fmt.Sprintf("%d experts; there must be 1 to %d", len(ts), maxExperts)}
+	if first < 0 || len(ts) == 0 || first+len(ts) > maxExperts {
+		return nil, &LoadError{Reason: fmt.Sprintf("experts %d to %d; a layer has 1 to %d", first, first+len(ts)-1, maxExperts)}
 	}
 	return e, nil
 }
@@ -261,11 +265,12 @@ type combineTask struct {
 	from                 *routing
 	dst, src             *float32
 	dstStride, srcStride int // bytes
+	first, tokens        int
 	n, piece             int
 }
 
 // Combine implements compute.Backend.
-func (b *Backend) Combine(dst, src compute.Mat, mem compute.Buffer) {
+func (b *Backend) Combine(dst, src compute.Mat, mem compute.Buffer, first int) {
 	const op = "Combine"
 	if b.err != nil {
 		return
@@ -278,15 +283,19 @@ func (b *Backend) Combine(dst, src compute.Mat, mem compute.Buffer) {
 	if !ok {
 		return
 	}
-	r, ok := b.routing(op, mem, dst.Rows, src.Rows)
+	r, ok := b.routing(op, mem, -1, src.Rows)
 	if !ok {
+		return
+	}
+	if first < 0 || dst.Rows > r.tokens-first {
+		b.fail(op, "tokens %d to %d, of the %d that Route had", first, first+dst.Rows-1, r.tokens)
 		return
 	}
 	if dst.Cols != src.Cols {
 		b.fail(op, "dst has rows of %d, src of %d", dst.Cols, src.Cols)
 		return
 	}
-	b.combine = combineTask{b.k, r, d, s, 4 * dst.Stride, 4 * src.Stride, dst.Cols, rowsPiece(r.topK * dst.Cols)}
+	b.combine = combineTask{b.k, r, d, s, 4 * dst.Stride, 4 * src.Stride, first, dst.Rows, dst.Cols, rowsPiece(r.topK * dst.Cols)}
 	b.pool.run(&b.boxes.combine, pieces(dst.Rows, b.combine.piece))
 	b.combine = combineTask{}
 }
@@ -298,11 +307,12 @@ func (t *combineTask) run(w *scratch, piece int) {
 	r, one := t.from, floats(w.parts, 4*combineWidth, 1)
 	one[0] = 1
 	from := piece * t.piece
-	for i := from; i < min(from+t.piece, r.tokens); i++ {
+	for i := from; i < min(from+t.piece, t.tokens); i++ {
+		slots := (t.first + i) * r.topK
 		for col := 0; col < t.n; col += combineWidth {
 			n := min(combineWidth, t.n-col)
 			clear(floats(w.parts, 0, n))
-			for slot := i * r.topK; slot < (i+1)*r.topK; slot++ {
+			for slot := slots; slot < slots+r.topK; slot++ {
 				row := floats(t.src, int(r.row[slot])*t.srcStride+4*col, n)
 				t.k.weigh(w.parts, &one[0], &r.weight[slot], &row[0], 1, n, 1)
 			}
@@ -315,6 +325,7 @@ func (t *combineTask) run(w *scratch, piece int) {
 // expertsTask is one MatMulExperts: a product for each batch, cut into pieces as matmulTask is.
 type expertsTask struct {
 	product matmulTask // what all batches share
+	first   int        // number of experts[0]
 	experts []*weight
 	batches []batch
 }
@@ -334,8 +345,8 @@ func (b *Backend) MatMulExperts(dst, src compute.Mat, w compute.Experts, mem com
 	if !ok {
 		return
 	}
-	if len(ws.of) != r.count {
-		b.fail(op, "%d experts, the routing is for %d", len(ws.of), r.count)
+	if ws.first+len(ws.of) > r.count {
+		b.fail(op, "experts %d to %d, the routing is for %d", ws.first, ws.first+len(ws.of)-1, r.count)
 		return
 	}
 	if opt.Bias != nil || opt.Residual {
@@ -347,7 +358,12 @@ func (b *Backend) MatMulExperts(dst, src compute.Mat, w compute.Experts, mem com
 	if !b.product(op, &t.product, dst, src, ws.of[0], opt) || src.Rows == 0 {
 		return
 	}
-	t.experts, t.batches = ws.of, r.split()
+	end := ws.first + len(ws.of)
+	fillNegativeZeros(&t.product, 0, int(r.start[ws.first]))
+	fillNegativeZeros(&t.product, int(r.start[end]), src.Rows)
+	if t.first, t.experts, t.batches = ws.first, ws.of, r.split(ws.first, end); len(t.batches) == 0 {
+		return
+	}
 	n := t.plan(b.pool.threads)
 	if src.Rows*src.Cols*dst.Cols < smallProduct {
 		b.pool.alone(&b.boxes.experts, n)
@@ -360,10 +376,18 @@ func (b *Backend) MatMulExperts(dst, src compute.Mat, w compute.Experts, mem com
 	b.pool.run(&b.boxes.experts, n)
 }
 
-// split cuts the dispatched rows into batches: an expert's rows into as few as blocks allow, evenly.
-func (r *routing) split() []batch {
+// fillNegativeZeros writes to rows [from, to) of a product, whose experts another rank has.
+func fillNegativeZeros(t *matmulTask, from, to int) {
+	for i := from; i < to; i++ {
+		negativeZeros(floats(t.dst, i*t.dstStride, t.w.rows))
+	}
+}
+
+// split cuts the dispatched rows of experts [first, last) into batches: an expert's rows into as few as blocks
+// allow, evenly.
+func (r *routing) split(first, last int) []batch {
 	r.batches = r.batches[:0]
-	for e := range r.count {
+	for e := first; e < last; e++ {
 		row, end := int(r.start[e]), int(r.start[e+1])
 		for parts := pieces(end-row, blockInputs); parts > 0; parts-- {
 			rows := pieces(end-row, parts)
@@ -389,7 +413,7 @@ func (t *expertsTask) plan(threads int) int {
 func (t *expertsTask) run(w *scratch, piece int) {
 	b := t.batches[piece/t.product.rowPieces]
 	p := t.product
-	p.w, p.inputs = t.experts[b.expert], b.rows
+	p.w, p.inputs = t.experts[b.expert-t.first], b.rows
 	p.src = (*float32)(unsafe.Add(unsafe.Pointer(p.src), b.row*p.srcStride))
 	p.dst = (*float32)(unsafe.Add(unsafe.Pointer(p.dst), b.row*p.dstStride))
 	p.fuse()

@@ -47,7 +47,7 @@ func (m mixture) run(t testing.TB, b *Backend, together int) []float32 {
 			ts = append(ts, one)
 		}
 		var err error
-		if w[which], err = b.LoadExperts(ts); err != nil {
+		if w[which], err = b.LoadExperts(0, ts); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -68,7 +68,7 @@ func (m mixture) run(t testing.TB, b *Backend, together int) []float32 {
 		b.MatMulExperts(up, rows, w[1], routing, compute.Linear{})
 		b.SiLUMul(gate, gate, up)
 		b.MatMulExperts(rows, gate, w[2], routing, compute.Linear{Segments: m.segments})
-		b.Combine(dst.Slice(from, to), rows, routing)
+		b.Combine(dst.Slice(from, to), rows, routing, 0)
 	}
 	return get(t, b, dst)
 }
@@ -206,7 +206,7 @@ func TestMatMulExpertsEqualsMatMul(t *testing.T) {
 				w, _ := quantised(t, d, random(uint64(e), outer*inner), outer, inner)
 				ts = append(ts, w)
 			}
-			experts, err := b.LoadExperts(ts)
+			experts, err := b.LoadExperts(0, ts)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -328,7 +328,7 @@ func TestCombineOrder(t *testing.T) {
 		}
 		b.Route(mem, put(t, b, logits, count), compute.Router{})
 		dst := put(t, b, old, n)
-		b.Combine(dst, put(t, b, src, n), mem)
+		b.Combine(dst, put(t, b, src, n), mem, 0)
 		r := mem.(*routing)
 		var want []float32
 		for i := range tokens {
@@ -347,11 +347,11 @@ func TestCombineOrder(t *testing.T) {
 func TestExpertMistakes(t *testing.T) {
 	b, other := open(t, Options{Threads: 2}), open(t, Options{Threads: 1})
 	matrix, _ := quantised(t, tensor.F32, random(1, 8*16), 8, 16)
-	three, err := b.LoadExperts([]tensor.Tensor{matrix, matrix, matrix})
+	three, err := b.LoadExperts(0, []tensor.Tensor{matrix, matrix, matrix})
 	if err != nil {
 		t.Fatal(err)
 	}
-	two, err := b.LoadExperts([]tensor.Tensor{matrix, matrix})
+	two, err := b.LoadExperts(2, []tensor.Tensor{matrix, matrix})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -381,9 +381,9 @@ func TestExpertMistakes(t *testing.T) {
 		"Dispatch tokens":   func() { b.Dispatch(rows, x.Slice(0, 3), mem) },
 		"Dispatch rows":     func() { b.Dispatch(rows.Slice(0, 7), x, mem) },
 		"Dispatch columns":  func() { b.Dispatch(rows.Columns(0, 8), x, mem) },
-		"Combine tokens":    func() { b.Combine(x.Slice(0, 3), rows, mem) },
-		"Combine rows":      func() { b.Combine(x, rows.Slice(0, 7), mem) },
-		"Combine columns":   func() { b.Combine(x.Columns(0, 8), rows, mem) },
+		"Combine tokens":    func() { b.Combine(x, rows, mem, 1) },
+		"Combine rows":      func() { b.Combine(x, rows.Slice(0, 7), mem, 0) },
+		"Combine columns":   func() { b.Combine(x.Columns(0, 8), rows, mem, 0) },
 		"product rows":      product(out.Slice(0, 4), rows.Slice(0, 4), three, mem, compute.Linear{}),
 		"product dst":       product(out.Slice(0, 4), rows, three, mem, compute.Linear{}),
 		"product shape":     product(rows, out, three, mem, compute.Linear{}),
@@ -429,7 +429,7 @@ func TestLoadExpertsRefusals(t *testing.T) {
 		"cut short": {of(tensor.F32, 4, 8), {DType: tensor.F32, Shape: []int{4, 8}, Data: make([]byte, 127)}},
 	} {
 		var e *LoadError
-		if _, err := b.LoadExperts(ts); !errors.As(err, &e) {
+		if _, err := b.LoadExperts(0, ts); !errors.As(err, &e) {
 			t.Errorf("%s: error is %v", name, err)
 		}
 	}
@@ -439,7 +439,7 @@ func TestExpertsAllocateNothing(t *testing.T) {
 	b := open(t, Options{Threads: 2})
 	const tokens, count, topK, n = 30, 8, 2, 64
 	matrix, _ := quantised(t, tensor.F32, random(1, n*n), n, n)
-	w, err := b.LoadExperts(slices.Repeat([]tensor.Tensor{matrix}, count))
+	w, err := b.LoadExperts(0, slices.Repeat([]tensor.Tensor{matrix}, count))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -452,7 +452,7 @@ func TestExpertsAllocateNothing(t *testing.T) {
 		b.Route(mem, logits, compute.Router{Normalize: true})
 		b.Dispatch(rows, x, mem)
 		b.MatMulExperts(out, rows, w, mem, compute.Linear{Segments: 4})
-		b.Combine(x, out, mem)
+		b.Combine(x, out, mem, 0)
 	}); got != 0 {
 		t.Errorf("%v allocations", got)
 	}

@@ -1,6 +1,7 @@
 package cpu
 
 import (
+	"math"
 	"unsafe"
 
 	"baton/compute"
@@ -21,12 +22,13 @@ type embedTask struct {
 	w         *weight
 	dst       *float32
 	dstStride int
+	first     int32
 	ids       []int32
 	piece     int
 }
 
 // Embed implements compute.Backend.
-func (b *Backend) Embed(dst compute.Mat, table compute.Weight, ids []int32) {
+func (b *Backend) Embed(dst compute.Mat, table compute.Weight, first int32, ids []int32) {
 	const op = "Embed"
 	if b.err != nil {
 		return
@@ -37,14 +39,14 @@ func (b *Backend) Embed(dst compute.Mat, table compute.Weight, ids []int32) {
 		return
 	}
 	p, ok := b.mat(op, "dst", dst)
-	if !ok || !b.indices(op, "ids", ids, w.rows) {
+	if !ok {
 		return
 	}
 	if dst.Cols != w.cols || dst.Rows != len(ids) {
 		b.fail(op, "dst is [%d, %d] for %d ids of %d elements", dst.Rows, dst.Cols, len(ids), w.cols)
 		return
 	}
-	b.embed = embedTask{b.k, w, p, 4 * dst.Stride, ids, rowsPiece(w.cols)}
+	b.embed = embedTask{b.k, w, p, 4 * dst.Stride, first, ids, rowsPiece(w.cols)}
 	b.pool.run(&b.boxes.embed, pieces(len(ids), b.embed.piece))
 	b.embed = embedTask{}
 }
@@ -53,8 +55,60 @@ func (t *embedTask) run(_ *scratch, piece int) {
 	from := piece * t.piece
 	for i := from; i < min(from+t.piece, len(t.ids)); i++ {
 		dst := (*float32)(unsafe.Add(unsafe.Pointer(t.dst), i*t.dstStride))
-		t.k.expand[t.w.dtype](dst, 0, t.w.row(int(t.ids[i])), 0, 1, t.w.cols)
+		if id := int(t.ids[i]) - int(t.first); id >= 0 && id < t.w.rows {
+			t.k.expand[t.w.dtype](dst, 0, t.w.row(id), 0, 1, t.w.cols)
+		} else {
+			negativeZeros(unsafe.Slice(dst, t.w.cols))
+		}
 	}
+}
+
+// negativeZeros makes a row the neutral element of sums: adding +0 would turn a -0 into a +0.
+func negativeZeros(row []float32) {
+	zero := math.Float32frombits(1 << 31)
+	for i := range row {
+		row[i] = zero
+	}
+}
+
+// addTask adds rows to rows.
+type addTask struct {
+	k                    *kernels
+	dst, src, bias       *float32
+	dstStride, srcStride int // bytes
+	rows, n, piece       int
+}
+
+// Add implements compute.Backend.
+func (b *Backend) Add(dst, src compute.Mat, bias compute.Weight) {
+	const op = "Add"
+	if b.err != nil || !b.sameShape(op, dst, src) {
+		return
+	}
+	d, ok := b.mat(op, "dst", dst)
+	if !ok {
+		return
+	}
+	s, ok := b.mat(op, "src", src)
+	if !ok {
+		return
+	}
+	var w *float32
+	if bias != nil {
+		if w, ok = b.vector(op, "bias", bias, dst.Cols); !ok {
+			return
+		}
+	}
+	b.add = addTask{b.k, d, s, w, 4 * dst.Stride, 4 * src.Stride, dst.Rows, dst.Cols, rowsPiece(dst.Cols)}
+	b.pool.run(&b.boxes.add, pieces(dst.Rows, b.add.piece))
+	b.add = addTask{}
+}
+
+func (t *addTask) run(_ *scratch, piece int) {
+	from := piece * t.piece
+	n := min(t.piece, t.rows-from)
+	dst, src := (*float32)(unsafe.Add(unsafe.Pointer(t.dst), from*t.dstStride)), (*float32)(unsafe.Add(unsafe.Pointer(t.src), from*t.srcStride))
+	t.k.finish(dst, t.dstStride, src, t.srcStride, t.bias, n, t.n, 1)
 }
 
 type normTask struct {

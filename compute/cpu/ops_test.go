@@ -146,7 +146,7 @@ func TestEmbedAndGather(t *testing.T) {
 				want = append(want, w[int(ids[i])*n:][:n]...)
 			}
 			m := blank(t, b, len(ids), n, n+5)
-			b.Embed(m, load(t, b, wt), ids)
+			b.Embed(m, load(t, b, wt), 0, ids)
 			sameBits(t, d.String(), get(t, b, m), want)
 			g := blank(t, b, 3, n, n)
 			b.GatherRows(g, m, []int32{199, 0, 8})
@@ -207,9 +207,9 @@ func TestMistakes(t *testing.T) {
 		"RotateHeads dim":     func() { b.RotateHeads(x, 2, table, []int32{0, 1, 2}) },
 		"RotateHeads rows":    func() { b.RotateHeads(x, 32, table, []int32{0, 1}) },
 		"RotateHeads far":     func() { b.RotateHeads(x, 32, table, []int32{0, 1, 10}) },
-		"Embed id":            func() { b.Embed(x, w, []int32{0, 16, 1}) },
-		"Embed negative":      func() { b.Embed(x, w, []int32{0, -1, 1}) },
-		"Embed rows":          func() { b.Embed(x, w, []int32{0}) },
+		"Add shapes":          func() { b.Add(x, y, nil) },
+		"Add bias":            func() { b.Add(x, x, w) },
+		"Embed rows":          func() { b.Embed(x, w, 0, []int32{0}) },
 		"Gather":              func() { b.GatherRows(x, x, []int32{0, 3, 1}) },
 		"SiLUMul":             func() { b.SiLUMul(x, x, y) },
 		"StoreKV slot":        func() { b.StoreKV(kv, 0, x, x, []int32{0, 64, 1}) },

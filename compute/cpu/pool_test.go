@@ -109,7 +109,7 @@ func TestNoAllocation(t *testing.T) {
 		seqs := []compute.Sequence{{Rows: rows - 1, Blocks: []int32{1, 2}}, {Row: rows - 1, Rows: 1, Position: 5, Blocks: []int32{0}}}
 		host := make([]float32, rows*width)
 		pass := func() {
-			b.Embed(x, w, index)
+			b.Embed(x, w, 0, index)
 			b.RMSNorm(y, x, v, 1e-5)
 			b.MatMul(x, y, w, compute.Linear{Bias: v, Residual: true, Segments: 8})
 			b.MatMul(x.Slice(0, 1), y.Slice(0, 1), w, compute.Linear{Segments: 8})
