@@ -23,6 +23,7 @@ const maxDegree = 1 << 12
 type Shard struct {
 	TP, PP, DP   int
 	EP, ExpertTP int
+	Stages       []int  // layers of each pipeline stage; nil: as even as they go
 	Role         string // RolePrefill, RoleDecode, or empty: colocated
 }
 
@@ -47,8 +48,8 @@ func (e *SpecError) Error() string {
 }
 
 // ParseShards reads a spec such as "tp=1,dp=2,role=prefill+tp=2,role=decode". Shards are separated by '+'
-// or ';'. Keys are tp, pp, dp, ep, cp (default 1; cp may only be 1), expt_tp (default tp) and role. The
-// error is a *SpecError.
+// or ';'. Keys are tp, pp, dp, ep, cp (default 1; cp may only be 1), expt_tp (default tp), stages (the layers of
+// each pipeline stage, as in "pp=2,stages=5/7"; default even) and role. The error is a *SpecError.
 func ParseShards(spec string) ([]Shard, error) {
 	var shards []Shard
 	for i, part := range strings.Split(strings.ReplaceAll(spec, ";", "+"), "+") {
@@ -92,9 +93,17 @@ func parseShard(index int, text string) (Shard, error) {
 			s.Role = value
 			continue
 		}
+		if key == "stages" {
+			stages, err := parseStages(value)
+			if err != nil {
+				return fail("%v", err)
+			}
+			s.Stages = stages
+			continue
+		}
 		degree := degrees[key]
 		if degree == nil {
-			return fail("unknown key; known are tp, pp, dp, ep, expt_tp, cp, role")
+			return fail("unknown key; known are tp, pp, dp, ep, expt_tp, stages, cp, role")
 		}
 		n, err := strconv.Atoi(value)
 		if err != nil || n < 1 || n > maxDegree {
@@ -109,12 +118,39 @@ func parseShard(index int, text string) (Shard, error) {
 	if s.ExpertTP == 0 {
 		s.ExpertTP = s.TP
 	}
+	if s.Stages != nil && !seen["pp"] {
+		s.PP = len(s.Stages)
+	}
+	if s.Stages != nil && len(s.Stages) != s.PP {
+		return Shard{}, &SpecError{Shard: index, Key: "stages", Reason: fmt.Sprintf(
+			"%s gives the layers of %d pipeline stages, pp is %d", joinStages(s.Stages), len(s.Stages), s.PP)}
+	}
 	if ranks, tile := s.TP*s.DP, s.EP*s.ExpertTP; ranks%tile != 0 {
 		return Shard{}, &SpecError{Shard: index, Key: "ep", Reason: fmt.Sprintf(
 			"a pipeline stage has tp·dp = %d·%d = %d ranks, which ep·expt_tp = %d·%d = %d does not divide",
 			s.TP, s.DP, ranks, s.EP, s.ExpertTP, tile)}
 	}
 	return s, nil
+}
+
+func parseStages(value string) ([]int, error) {
+	var stages []int
+	for text := range strings.SplitSeq(value, "/") {
+		n, err := strconv.Atoi(text)
+		if err != nil || n < 1 || n > maxDegree || len(stages) == maxDegree {
+			return nil, fmt.Errorf("%q: each stage needs its number of layers, at least 1, as in 5/7", value)
+		}
+		stages = append(stages, n)
+	}
+	return stages, nil
+}
+
+func joinStages(stages []int) string {
+	text := make([]string, len(stages))
+	for i, n := range stages {
+		text[i] = strconv.Itoa(n)
+	}
+	return strings.Join(text, "/")
 }
 
 func checkRoles(shards []Shard) error {
@@ -160,6 +196,9 @@ func CheckWorld(shards []Shard, world int) error {
 // String is the spec that ParseShards reads as this shard.
 func (s Shard) String() string {
 	text := fmt.Sprintf("tp=%d,pp=%d,dp=%d,ep=%d,expt_tp=%d", s.TP, s.PP, s.DP, s.EP, s.ExpertTP)
+	if s.Stages != nil {
+		text += ",stages=" + joinStages(s.Stages)
+	}
 	if s.Role != "" {
 		text += ",role=" + s.Role
 	}

@@ -2,6 +2,7 @@ package layout
 
 import (
 	"errors"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
@@ -13,13 +14,18 @@ func TestParseShards(t *testing.T) {
 		want []Shard
 		err  string // a part of the error
 	}{
-		{spec: "tp=1", want: []Shard{{1, 1, 1, 1, 1, ""}}},
-		{spec: "dp=3", want: []Shard{{1, 1, 3, 1, 1, ""}}},
+		{spec: "tp=1", want: []Shard{{1, 1, 1, 1, 1, nil, ""}}},
+		{spec: "dp=3", want: []Shard{{1, 1, 3, 1, 1, nil, ""}}},
 		{spec: "tp=1,dp=2,role=prefill+tp=1,dp=2,role=decode",
-			want: []Shard{{1, 1, 2, 1, 1, "prefill"}, {1, 1, 2, 1, 1, "decode"}}},
+			want: []Shard{{1, 1, 2, 1, 1, nil, "prefill"}, {1, 1, 2, 1, 1, nil, "decode"}}},
 		{spec: " tp=4 , pp=2,role = prefill ; tp=8,dp=2,ep=4,expt_tp=2,cp=1,role=decode",
-			want: []Shard{{4, 2, 1, 1, 4, "prefill"}, {8, 1, 2, 4, 2, "decode"}}},
-		{spec: "tp=2+dp=2", want: []Shard{{2, 1, 1, 1, 2, ""}, {1, 1, 2, 1, 1, ""}}},
+			want: []Shard{{4, 2, 1, 1, 4, nil, "prefill"}, {8, 1, 2, 4, 2, nil, "decode"}}},
+		{spec: "tp=2+dp=2", want: []Shard{{2, 1, 1, 1, 2, nil, ""}, {1, 1, 2, 1, 1, nil, ""}}},
+
+		{spec: "pp=2,stages=5/7", want: []Shard{{1, 2, 1, 1, 1, []int{5, 7}, ""}}},
+		{spec: "stages=1/2/1", want: []Shard{{1, 3, 1, 1, 1, []int{1, 2, 1}, ""}}},
+		{spec: "pp=3,stages=5/7", err: "stages: 5/7 gives the layers of 2 pipeline stages, pp is 3"},
+		{spec: "stages=5/0", err: `"5/0": each stage needs its number of layers`},
 
 		{spec: "", err: "shard 0: it is empty"},
 		{spec: "tp=1+", err: "shard 1: it is empty"},
@@ -49,7 +55,7 @@ func TestParseShards(t *testing.T) {
 			}
 			continue
 		}
-		if err != nil || !slices.Equal(got, tt.want) {
+		if err != nil || !reflect.DeepEqual(got, tt.want) {
 			t.Errorf("%q: %+v, %v, want %+v", tt.spec, got, err, tt.want)
 		}
 	}
