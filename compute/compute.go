@@ -17,6 +17,14 @@ const Tile = 16
 // Buffer is device memory. Only the backend that made it looks inside.
 type Buffer interface{ Bytes() int }
 
+// HostBuffer is device memory that the host may read and write between operations: a backend whose
+// operations have all run when they return, such as the processor's, makes no other.
+type HostBuffer interface {
+	Buffer
+	// Host is the memory itself, aligned for f32. It is valid until the buffer is freed.
+	Host() []byte
+}
+
 // Mat is a row-major f32 matrix in a Buffer. Off and Stride count elements.
 type Mat struct {
 	Buf        Buffer

@@ -163,6 +163,11 @@ type buffer struct {
 
 func (b *buffer) Bytes() int { return len(b.data) }
 
+// Host implements compute.HostBuffer.
+func (b *buffer) Host() []byte { return b.data }
+
+var _ compute.HostBuffer = (*buffer)(nil)
+
 // at is the address of f32 element i.
 func (b *buffer) at(i int) *float32 {
 	return (*float32)(unsafe.Add(unsafe.Pointer(unsafe.SliceData(b.data)), 4*i))
