@@ -19,10 +19,14 @@ type RequestError struct {
 	Code      string // one of wire's codes
 	Field     string // the request's field at fault, when one is: "prompt", "max_tokens"
 	Message   string
-	Retryable bool // the same request may succeed later, or on another engine
+	Retryable bool  // the same request may succeed later, or on another engine
+	Cause     error // what operators may want to know beside the message; nil for nothing
 }
 
 func (e *RequestError) Error() string { return e.Message }
+
+// Unwrap returns the cause.
+func (e *RequestError) Unwrap() error { return e.Cause }
 
 // ErrClosed is the error of a Client or Stream that its user closed.
 var ErrClosed = errors.New("coordinator: closed")
@@ -30,11 +34,18 @@ var ErrClosed = errors.New("coordinator: closed")
 // ClientConfig holds what can be chosen about a Client. The zero value is usable.
 type ClientConfig struct {
 	Name   string       // for the coordinator's log
-	Wire   wire.Options // of Dial
+	Wire   wire.Options // of Open and Dial
 	Logger *slog.Logger // default: slog.Default
-	// Wait is how long Submit and Status wait for a coordinator that is away before they fail with a
-	// retryable error. Default 2 s.
+	// Wait is how long after the loss of the coordinator Submit and Status wait for it to come back. Without a
+	// coordinator they fail with a retryable error otherwise. Default 2 s.
 	Wait time.Duration
+	// Model and Fingerprint are those of the model that requests are made for. A fleet of another model refuses
+	// the client. An empty Fingerprint suits any.
+	Model, Fingerprint string
+}
+
+func (cfg *ClientConfig) hello() wire.Connect {
+	return wire.Connect{Kind: KindClient, Name: cfg.Name, Incarnation: Incarnation(), Model: cfg.Model, Fingerprint: cfg.Fingerprint}
 }
 
 // Client submits requests to a coordinator, over one connection that all share. When the connection
@@ -46,37 +57,46 @@ type Client struct {
 	wait    time.Duration
 	ctx     context.Context // ends with Close
 	cancel  context.CancelFunc
-	done    chan struct{} // the goroutine that reads has ended
+	met     chan struct{} // closed by the first connection
+	done    chan struct{} // closed when the goroutine that connects and reads has ended
 
 	mu      sync.Mutex    // taken before a stream's
 	conn    *wire.Conn    // nil while there is none
+	away    error         // why there is none
+	lost    time.Time     // since when; zero before the first
 	online  chan struct{} // closed while conn is set
 	lastID  uint64
 	streams map[uint64]*Stream
 	asked   map[uint64]chan *wire.StatusReply
 }
 
-// Dial connects to the coordinator at addr (host:port). While nobody answers there it tries again, until
-// ctx ends.
-func Dial(ctx context.Context, addr string, cfg ClientConfig) (*Client, error) {
-	hello := wire.Connect{Kind: KindClient, Name: cfg.Name, Incarnation: Incarnation()}
-	return newClient(ctx, cfg, func(ctx context.Context) (*wire.Conn, error) {
+// Open returns a client of the coordinator at addr (host:port), and connects in the background. Until
+// somebody answers there, requests fail with a retryable error.
+func Open(addr string, cfg ClientConfig) *Client {
+	hello := cfg.hello()
+	return newClient(cfg, func(ctx context.Context) (*wire.Conn, error) {
 		conn, _, err := wire.Dial(ctx, "tcp", addr, hello, cfg.Wire)
 		return conn, err
 	})
 }
 
-// Client returns a client of the server within this process.
-func (s *Server) Client(cfg ClientConfig) (*Client, error) {
-	hello := wire.Connect{Kind: KindClient, Name: cfg.Name, Incarnation: Incarnation()}
-	return newClient(s.ctx, cfg, func(context.Context) (*wire.Conn, error) { return s.Connect(hello) })
+// Dial is Open, and waits for the first connection until ctx ends.
+func Dial(ctx context.Context, addr string, cfg ClientConfig) (*Client, error) {
+	return Open(addr, cfg).await(ctx)
 }
 
-// newClient opens the first connection, trying until ctx ends.
-func newClient(ctx context.Context, cfg ClientConfig, connect func(context.Context) (*wire.Conn, error)) (*Client, error) {
+// Client returns a client of the server within this process.
+func (s *Server) Client(cfg ClientConfig) (*Client, error) {
+	hello := cfg.hello()
+	return newClient(cfg, func(context.Context) (*wire.Conn, error) { return s.Connect(hello) }).await(s.ctx)
+}
+
+func newClient(cfg ClientConfig, connect func(context.Context) (*wire.Conn, error)) *Client {
 	c := &Client{
-		connect: connect, log: cfg.Logger, wait: cfg.Wait, done: make(chan struct{}), online: make(chan struct{}),
+		connect: connect, log: cfg.Logger, wait: cfg.Wait,
+		met: make(chan struct{}), done: make(chan struct{}), online: make(chan struct{}),
 		streams: make(map[uint64]*Stream), asked: make(map[uint64]chan *wire.StatusReply),
+		away: errors.New("coordinator: the first connection is being made"),
 	}
 	if c.log == nil {
 		c.log = slog.Default()
@@ -84,73 +104,111 @@ func newClient(ctx context.Context, cfg ClientConfig, connect func(context.Conte
 	if c.wait <= 0 {
 		c.wait = 2 * time.Second
 	}
-	conn, err := c.reconnect(ctx)
-	if err != nil {
-		return nil, err
-	}
 	c.ctx, c.cancel = context.WithCancel(context.Background())
-	c.use(conn)
-	go c.run(conn)
-	return c, nil
+	go c.run()
+	return c
 }
 
-// reconnect tries to connect until it succeeds, is refused for good, or ctx ends.
-func (c *Client) reconnect(ctx context.Context) (*wire.Conn, error) {
+// await waits for the first connection. If there is none, it closes the client and says why.
+func (c *Client) await(ctx context.Context) (*Client, error) {
+	select {
+	case <-c.met:
+		return c, nil
+	case <-c.done:
+		return nil, c.Err()
+	case <-ctx.Done():
+		c.Close()
+		return nil, fmt.Errorf("coordinator: not reached: %w", c.Err())
+	}
+}
+
+// reconnect tries to connect until it succeeds, is refused for good, or the client is closed; then there is
+// neither a connection nor an error. It tells once what is in the way, and again when something else is; the
+// loss of a coordinator was told already.
+func (c *Client) reconnect(told bool) (*wire.Conn, error) {
+	unclear := false // the coordinator, or something else, is there and does not answer as it should
 	for pause := 20 * time.Millisecond; ; pause = min(2*pause, 2*time.Second) {
-		conn, err := c.connect(ctx)
+		conn, err := c.connect(c.ctx)
+		if err == nil || c.ctx.Err() != nil {
+			return conn, nil
+		}
+		c.setAway(err)
 		var refused *wire.RefusedError
 		var insecure *mtls.Error
-		if err == nil || errors.As(err, &refused) || errors.As(err, &insecure) && insecure.Permanent || errors.Is(err, ErrServerClosed) {
-			return conn, err
+		var handshake *wire.HandshakeError
+		if errors.As(err, &refused) || errors.As(err, &insecure) && insecure.Permanent || errors.Is(err, ErrServerClosed) {
+			return nil, err
 		}
-		level := slog.LevelDebug // it may just be starting
-		var unclear *wire.HandshakeError
-		if errors.As(err, &insecure) || errors.As(err, &unclear) {
-			level = slog.LevelWarn
+		level, was := slog.LevelDebug, unclear
+		unclear = insecure != nil || errors.As(err, &handshake)
+		if !told || unclear && !was {
+			level, told = slog.LevelWarn, true
 		}
-		c.log.Log(ctx, level, "coordinator not reached", "error", err, "retry", pause)
+		c.log.Log(c.ctx, level, "no coordinator yet; requests are refused until there is one", "error", err)
 		select {
 		case <-time.After(pause/2 + rand.N(pause)): // spread clients that lost the same coordinator
-		case <-ctx.Done():
-			return nil, fmt.Errorf("coordinator: not reached: %w", err)
+		case <-c.ctx.Done():
+			return nil, nil
 		}
 	}
+}
+
+func (c *Client) setAway(err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.away = err
+}
+
+// Done is closed when the client has ended: closed by its user, or refused before it was ever connected.
+func (c *Client) Done() <-chan struct{} { return c.done }
+
+// Err says why there is no connection, nil when there is one.
+func (c *Client) Err() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.away
 }
 
 func (c *Client) use(conn *wire.Conn) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.conn = conn
+	c.conn, c.away = conn, nil
 	close(c.online)
 }
 
-// run reads from connection after connection until the client is closed.
-func (c *Client) run(conn *wire.Conn) {
+// run connects and reads from connection after connection, until the client is closed. A refusal of the
+// first one is final.
+func (c *Client) run() {
 	defer close(c.done)
-	for {
-		err := c.read(conn)
+	for met := false; ; met = true {
+		conn, err := c.reconnect(met)
+		for err != nil {
+			if !met || errors.Is(err, ErrServerClosed) {
+				return
+			}
+			c.log.Error("the coordinator refuses this client", "error", err)
+			select {
+			case <-time.After(5 * time.Second):
+			case <-c.ctx.Done():
+				return
+			}
+			conn, err = c.reconnect(met)
+		}
+		if conn == nil {
+			return
+		}
+		c.use(conn)
+		if !met {
+			close(c.met)
+		}
+		c.log.Info("coordinator connected", "address", conn.Peer())
+		err = c.read(conn)
 		c.lose(err)
 		conn.Close()
 		if c.ctx.Err() != nil {
 			return
 		}
 		c.log.Warn("coordinator lost", "error", err)
-		for {
-			if conn, err = c.reconnect(c.ctx); err == nil {
-				break
-			}
-			if c.ctx.Err() != nil || errors.Is(err, ErrServerClosed) {
-				return
-			}
-			c.log.Error("coordinator refuses this client", "error", err)
-			select {
-			case <-time.After(5 * time.Second):
-			case <-c.ctx.Done():
-				return
-			}
-		}
-		c.log.Info("coordinator found again")
-		c.use(conn)
 	}
 }
 
@@ -195,6 +253,8 @@ func (c *Client) receive(m wire.Message) {
 		if s := c.take(m.ID); s != nil {
 			s.end(&RequestError{Code: wire.CodeUnavailable, Message: "the engine gave the request up", Retryable: true})
 		}
+	case *wire.Disconnect:
+		c.log.Error("the coordinator ends the connection", "reason", m.Reason)
 	case *wire.StatusReply:
 		if ch := c.asked[m.ID]; ch != nil {
 			delete(c.asked, m.ID)
@@ -216,7 +276,7 @@ func (c *Client) take(id uint64) *Stream {
 func (c *Client) lose(err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.conn = nil
+	c.conn, c.away, c.lost = nil, err, time.Now()
 	c.online = make(chan struct{})
 	var failure error = &RequestError{
 		Code: wire.CodeUnavailable, Message: fmt.Sprintf("the connection to the coordinator ended (%v); try again", err), Retryable: true,
@@ -234,26 +294,33 @@ func (c *Client) lose(err error) {
 	clear(c.asked)
 }
 
-// connection waits for a connection and returns it with a fresh number, c.mu held on success.
+// connection returns the connection with a fresh number, c.mu held on success. It waits for one only shortly
+// after the loss of the last.
 func (c *Client) connection(ctx context.Context) (*wire.Conn, uint64, error) {
-	timeout := time.NewTimer(c.wait)
-	defer timeout.Stop()
 	for {
 		c.mu.Lock()
 		if c.conn != nil && c.ctx.Err() == nil {
 			c.lastID++
 			return c.conn, c.lastID, nil
 		}
-		online := c.online
+		online, patience, away := c.online, c.wait-time.Since(c.lost), c.away
 		c.mu.Unlock()
+		if c.ctx.Err() != nil {
+			return nil, 0, ErrClosed
+		}
+		missing := &RequestError{Code: wire.CodeUnavailable, Message: "the coordinator is not reached; try again", Retryable: true, Cause: away}
+		if patience <= 0 {
+			return nil, 0, missing
+		}
 		select {
 		case <-online:
 		case <-ctx.Done():
 			return nil, 0, context.Cause(ctx)
 		case <-c.ctx.Done():
-			return nil, 0, ErrClosed
-		case <-timeout.C:
-			return nil, 0, &RequestError{Code: wire.CodeUnavailable, Message: "the coordinator is not reached; try again", Retryable: true}
+		case <-c.done:
+			return nil, 0, missing
+		case <-time.After(patience):
+			return nil, 0, missing
 		}
 	}
 }

@@ -108,6 +108,7 @@ type ActionKind uint8
 const (
 	Send  ActionKind = iota + 1 // send Message to Peer
 	Close                       // close Peer's connection, because of Text
+	Note                        // tell people Text: something they may want to know
 	Warn                        // tell people Text: a peer broke the protocol, or was late
 	End                         // a request ended; Summary tells how. For logs and metrics
 	Exit                        // a client asked the whole coordinator to stop
@@ -160,25 +161,26 @@ func (s *Summary) recoveries() [4]recovery {
 
 // Core is the coordinator without its surroundings. It is used by one goroutine at a time.
 type Core struct {
-	cfg     Config
-	peers   map[PeerID]*peer
-	byName  map[string]*engine
-	order   []*engine // all engines in order of registration
-	entry   pool      // prefill engines, or colocated ones
-	decode  pool
-	fleet   fleet
-	phase   phase
-	epoch   *wire.SetGenerationEpoch
-	nextID  uint64   // of requests and legs
-	serial  uint64   // of engines
-	held    int      // tokens of requests that have not ended
-	leaving int      // engines that drain
-	misfits []misfit // by the time when they give up
-	orphans []*leg   // that read from engines which are gone, by verdict
-	picks   uint64   // counts dispatches; stamps engine.last
-	scan    uint64   // counts passes over a queue; stamps engine.claimed
-	now     time.Time
-	actions []Action
+	cfg      Config
+	peers    map[PeerID]*peer
+	byName   map[string]*engine
+	order    []*engine // all engines in order of registration
+	entry    pool      // prefill engines, or colocated ones
+	decode   pool
+	fleet    fleet
+	phase    phase
+	epoch    *wire.SetGenerationEpoch
+	nextID   uint64   // of requests and legs
+	serial   uint64   // of engines
+	held     int      // tokens of requests that have not ended
+	leaving  int      // engines that drain
+	admitted []uint64 // incarnations of engines
+	misfits  []misfit // by the time when they give up
+	orphans  []*leg   // that read from engines which are gone, by verdict
+	picks    uint64   // counts dispatches; stamps engine.last
+	scan     uint64   // counts passes over a queue; stamps engine.claimed
+	now      time.Time
+	actions  []Action
 
 	requests   map[uint64]*request
 	buckets    []bucket
@@ -270,6 +272,10 @@ func (c *Core) received(ev *Event) {
 func (c *Core) connected(id PeerID, hello *wire.Connect) {
 	if hello.Kind != KindClient && hello.Kind != KindEngine {
 		c.act(Action{Kind: Close, Peer: id, Text: fmt.Sprintf("kind is %q, want %q or %q", hello.Kind, KindClient, KindEngine)})
+		return
+	}
+	if reason := c.fleet.modelID().foreign(hello); reason != "" && hello.Kind == KindClient {
+		c.turnAway(id, reason)
 		return
 	}
 	p := &peer{id: id, hello: *hello}
@@ -381,6 +387,10 @@ func (c *Core) BlockSize() int { return c.fleet.geometry.BlockSize }
 func (c *Core) act(a Action) { c.actions = append(c.actions, a) }
 
 func (c *Core) send(p *peer, m wire.Message) { c.act(Action{Kind: Send, Peer: p.id, Message: m}) }
+
+func (c *Core) note(format string, args ...any) {
+	c.act(Action{Kind: Note, Text: fmt.Sprintf(format, args...)})
+}
 
 func (c *Core) warn(format string, args ...any) {
 	c.act(Action{Kind: Warn, Text: fmt.Sprintf(format, args...)})

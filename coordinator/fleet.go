@@ -86,10 +86,60 @@ type fleet struct {
 	colocated bool
 	of        string // the engine that set it
 	geometry  wire.Geometry
+	model     string // its served name, at the engine of
 	transport string
+	logprobs  string
 	version   uint64
 	maxSeqLen int    // the shortest of all engines
 	change    uint64 // counts registrations and removals
+}
+
+// modelID is which model somebody serves.
+type modelID struct{ name, fingerprint string }
+
+// String is for people. Two models may well bear one name.
+func (i modelID) String() string {
+	return fmt.Sprintf("%s (fingerprint %.12s)", i.name, i.fingerprint)
+}
+
+func (f *fleet) modelID() modelID { return modelID{f.model, f.geometry.Model} }
+
+// foreign says why a client is of no use to a fleet of this model, if so.
+func (i modelID) foreign(hello *wire.Connect) string {
+	client := modelID{hello.Model, hello.Fingerprint}
+	if i.fingerprint == "" || client.fingerprint == "" || client.fingerprint == i.fingerprint {
+		return ""
+	}
+	return fmt.Sprintf("the frontend's --model is %s and the engines' is %s; they must be the same", client, i)
+}
+
+// dismissForeign ends the connections of clients that came before there was an engine, and serve another model.
+func (c *Core) dismissForeign() {
+	for _, p := range sorted(c.peers) {
+		if reason := c.fleet.modelID().foreign(&p.hello); reason != "" && p.hello.Kind == KindClient {
+			c.turnAway(p.id, reason)
+			c.disconnected(p.id)
+		}
+	}
+}
+
+// turnAway ends a connection whose peer would be refused if it came again.
+func (c *Core) turnAway(id PeerID, reason string) {
+	c.act(Action{Kind: Send, Peer: id, Message: &wire.Disconnect{Reason: reason}})
+	c.act(Action{Kind: Close, Peer: id, Text: reason})
+}
+
+// remember keeps the incarnations that were admitted last, so that a process whose name was taken over
+// meanwhile is known when it comes back. Older ones than that have long ended.
+func (c *Core) remember(incarnation uint64) {
+	const kept = 1024
+	if slices.Contains(c.admitted, incarnation) {
+		return
+	}
+	if len(c.admitted) == kept {
+		c.admitted = slices.Delete(c.admitted, 0, 1)
+	}
+	c.admitted = append(c.admitted, incarnation)
 }
 
 // complete tells whether a new request could run to its end.
@@ -108,16 +158,34 @@ func (c *Core) register(p *peer, m *wire.RegisterRole) {
 		return
 	}
 	old := c.byName[m.Name]
+	if old != nil && old.reg.Incarnation != m.Incarnation && slices.Contains(c.admitted, m.Incarnation) {
+		c.refuse(p, fmt.Sprintf("%s is another process's name by now, which registered after this one had; %s", m.Name, differentNames))
+		return
+	}
 	if reason := c.mismatch(m, old); reason != "" {
 		c.refuse(p, reason)
 		return
 	}
 	if old != nil {
-		c.act(Action{Kind: Close, Peer: old.peer.id, Text: fmt.Sprintf("engine %s registered on a new connection", m.Name)})
-		delete(c.peers, old.peer.id)
-		c.remove(old, "it was replaced by a new connection", old.reg.Incarnation != m.Incarnation)
+		c.displace(old, m)
 	}
 	c.admit(p, m)
+}
+
+const differentNames = "engines of a fleet need different names (--name)"
+
+// displace makes room for an engine that registers under a name which is taken. The process that comes last
+// counts: it may be the successor of one that is stopped, or cut off and not yet known to be gone. A predecessor
+// that runs after all is told to end, lest the two displace each other for ever.
+func (c *Core) displace(old *engine, m *wire.RegisterRole) {
+	another := old.reg.Incarnation != m.Incarnation
+	if another {
+		c.warn("engine %s: another process registered under the name; the one that had it is to end", m.Name)
+		c.send(old.peer, &wire.Disconnect{Reason: fmt.Sprintf("another process registered as engine %s; %s", m.Name, differentNames)})
+	}
+	c.act(Action{Kind: Close, Peer: old.peer.id, Text: fmt.Sprintf("engine %s registered on a new connection", m.Name)})
+	delete(c.peers, old.peer.id)
+	c.remove(old, "it was replaced by a new connection", another)
 }
 
 func (c *Core) refuse(p *peer, reason string) {
@@ -128,58 +196,64 @@ func (c *Core) refuse(p *peer, reason string) {
 // wrong says what makes a registration invalid on its own.
 func wrong(m *wire.RegisterRole) string {
 	if m.Role != wire.RolePrefill && m.Role != wire.RoleDecode && m.Role != wire.RoleBoth {
-		return fmt.Sprintf("Role is %q, want %s, %s or %s", m.Role, wire.RolePrefill, wire.RoleDecode, wire.RoleBoth)
+		return fmt.Sprintf("--role is %.20q; it must be %s, %s or %s", m.Role, wire.RolePrefill, wire.RoleDecode, wire.RoleBoth)
 	}
-	if m.Name == "" {
-		return "Name is empty; engines of a fleet need different names"
+	if n := len(m.Name); n == 0 || n > maxName {
+		return fmt.Sprintf("--name has %d bytes; it must have 1 to %d", n, maxName)
 	}
 	if m.Role != wire.RoleBoth && len(m.Ranks) == 0 {
-		return "Ranks is empty; the other role could not reach this engine's KV"
+		return "it describes no rank; the other role could not reach its KV"
 	}
 	for _, f := range []struct {
-		name  string
+		what  string
 		value int
 	}{
-		{"Requests", m.Requests}, {"Blocks", m.Blocks},
-		{"Geometry.BlockSize", m.Geometry.BlockSize}, {"Geometry.MaxSeqLen", m.Geometry.MaxSeqLen},
+		{"--max-requests is", m.Requests}, {"the number of KV blocks (--kv-memory) is", m.Blocks},
+		{"--block-size is", m.Geometry.BlockSize}, {"--max-seq-len is", m.Geometry.MaxSeqLen},
 	} {
 		if f.value < 1 || f.value > 1<<40 {
-			return fmt.Sprintf("%s is %d, want 1 to 2^40", f.name, f.value)
+			return fmt.Sprintf("%s %d; it must be from 1 to 2^40", f.what, f.value)
 		}
 	}
 	return ""
 }
 
+// maxName bounds the names of engines, in bytes: they are repeated in logs and replies.
+const maxName = 256
+
 // mismatch says how a registration disagrees with the engines that are there already, apart from the
-// one that it replaces.
+// one that it replaces. It names what a user can change.
 func (c *Core) mismatch(m *wire.RegisterRole, replaced *engine) string {
 	if len(c.order) == 0 || len(c.order) == 1 && c.order[0] == replaced {
 		return ""
 	}
 	f := &c.fleet
 	if colocated := m.Role == wire.RoleBoth; colocated != f.colocated {
-		return fmt.Sprintf("Role is %s, but %s is %s; colocated engines (%s) cannot be mixed with %s and %s ones",
-			m.Role, f.of, c.byName[f.of].reg.Role, wire.RoleBoth, wire.RolePrefill, wire.RoleDecode)
+		return fmt.Sprintf("--role is %s here and %s at %s; colocated engines (%s) cannot be mixed with %s and %s ones",
+			m.Role, c.byName[f.of].reg.Role, f.of, wire.RoleBoth, wire.RolePrefill, wire.RoleDecode)
 	}
 	g, have := &m.Geometry, &f.geometry
+	if ours, theirs := (modelID{m.Model, g.Model}), f.modelID(); ours.fingerprint != theirs.fingerprint {
+		return fmt.Sprintf("--model is %s here and %s at %s; engines of a fleet must serve the same one", ours, theirs, f.of)
+	}
 	for _, x := range []struct {
-		name     string
+		what     string
 		new, old any
 	}{
-		{"Geometry.Model", g.Model, have.Model},
-		{"Geometry.BlockSize", g.BlockSize, have.BlockSize},
-		{"Geometry.Layers", g.Layers, have.Layers},
-		{"Geometry.KVHeads", g.KVHeads, have.KVHeads},
-		{"Geometry.HeadDim", g.HeadDim, have.HeadDim},
-		{"Geometry.Planes", g.Planes, have.Planes},
-		{"Geometry.KVDType", g.KVDType, have.KVDType},
-		{"Geometry.VocabSize", g.VocabSize, have.VocabSize},
-		{"Geometry.VerifyHandoff", cmp.Or(g.VerifyHandoff, "off"), cmp.Or(have.VerifyHandoff, "off")},
-		{"Transport", m.Transport, f.transport},
-		{"WeightVersion", m.WeightVersion, f.version},
+		{"--block-size", g.BlockSize, have.BlockSize},
+		{"the number of layers", g.Layers, have.Layers},
+		{"the number of KV heads", g.KVHeads, have.KVHeads},
+		{"the head dimension", g.HeadDim, have.HeadDim},
+		{"the number of KV planes", g.Planes, have.Planes},
+		{"--kv-dtype", g.KVDType, have.KVDType},
+		{"the vocabulary", g.VocabSize, have.VocabSize},
+		{"--verify-handoff", cmp.Or(g.VerifyHandoff, "off"), cmp.Or(have.VerifyHandoff, "off")},
+		{"--transfer", m.Transport, f.transport},
+		{"--logprobs", cmp.Or(m.Logprobs, "raw"), cmp.Or(f.logprobs, "raw")},
+		{"the version of the weights", m.WeightVersion, f.version},
 	} {
 		if x.new != x.old {
-			return fmt.Sprintf("%s is %v, but %s has %v; engines of a fleet must agree on it", x.name, x.new, f.of, x.old)
+			return fmt.Sprintf("%s is %v here and %v at %s; engines of a fleet must agree on it", x.what, x.new, x.old, f.of)
 		}
 	}
 	return ""
@@ -192,9 +266,10 @@ func (c *Core) admit(p *peer, m *wire.RegisterRole) {
 	}
 	if len(c.order) == 0 {
 		c.fleet = fleet{
-			colocated: m.Role == wire.RoleBoth, of: m.Name, geometry: m.Geometry, transport: m.Transport,
-			version: m.WeightVersion, change: c.fleet.change,
+			colocated: m.Role == wire.RoleBoth, of: m.Name, geometry: m.Geometry, model: m.Model, transport: m.Transport,
+			logprobs: m.Logprobs, version: m.WeightVersion, change: c.fleet.change,
 		}
+		c.dismissForeign()
 	}
 	c.serial++
 	e := &engine{peer: p, reg: m, pool: pool, serial: c.serial, slot: pool.freeSlot(), legs: make(map[uint64]*leg)}
@@ -202,6 +277,7 @@ func (c *Core) admit(p *peer, m *wire.RegisterRole) {
 	c.order = append(c.order, e)
 	c.byName[m.Name] = e
 	p.engine = e
+	c.remember(m.Incarnation)
 	c.acquit(m.Incarnation)
 	c.fleetChanged()
 	c.send(p, &wire.RegisterRoleAck{})
@@ -248,7 +324,7 @@ func (c *Core) drain(e *engine, reason string) {
 		return
 	}
 	served, decodes := c.complete(), c.decode.open() > 0
-	c.warn("engine %s leaves: %s", e.reg.Name, reason)
+	c.note("engine %s leaves (%s): its %d requests end or move within %v", e.reg.Name, reason, len(e.legs), c.cfg.DrainWait)
 	e.draining, e.leaveBy = true, c.now.Add(c.cfg.DrainWait)
 	c.leaving++
 	e.pool.index.Forget(e.slot)

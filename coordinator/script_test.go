@@ -1,6 +1,7 @@
 package coordinator
 
 import (
+	"cmp"
 	"fmt"
 	"maps"
 	"slices"
@@ -141,15 +142,17 @@ func (s *script) join(kind, name string, a args) string {
 	if as, ok := a["as"]; ok {
 		name = as
 	}
-	inc := uint64(s.peers)
-	hello := s.step(Event{Peer: s.peers, Message: &wire.Connect{Version: wire.Version, Kind: kind, Name: name, Incarnation: inc}})
+	inc := uint64(a.int("incarnation", int(s.peers)))
+	hello := s.step(Event{Peer: s.peers, Message: &wire.Connect{
+		Version: wire.Version, Kind: kind, Name: name, Incarnation: inc, Model: a["model"], Fingerprint: a["model"],
+	}})
 	if kind == KindClient || a["role"] == "" {
 		return hello
 	}
 	m := &wire.RegisterRole{
-		Role: a["role"], Name: name, Incarnation: inc, Model: "tiny", Transport: "tcp",
+		Role: a["role"], Name: name, Incarnation: inc, Model: "tiny", Transport: "tcp", Logprobs: a["reports"],
 		Geometry: wire.Geometry{
-			Model: "f00d", BlockSize: a.int("block", 4), Layers: 2, KVHeads: a.int("heads", 8), HeadDim: 64, Planes: 2,
+			Model: cmp.Or(a["model"], "f00d"), BlockSize: a.int("block", 4), Layers: 2, KVHeads: a.int("heads", 8), HeadDim: 64, Planes: 2,
 			KVDType: "bf16", VocabSize: 100, MaxSeqLen: a.int("max-seq", 64),
 			VerifyHandoff: a["verify"],
 		},
@@ -280,6 +283,8 @@ func (s *script) step(ev Event) string {
 			fmt.Fprintf(&b, "%s <- %s\n", s.names[a.Peer], describe(a.Message))
 		case Close:
 			fmt.Fprintf(&b, "close %s: %s\n", s.names[a.Peer], a.Text)
+		case Note:
+			fmt.Fprintf(&b, "note: %s\n", a.Text)
 		case Warn:
 			fmt.Fprintf(&b, "warn: %s\n", a.Text)
 		case Exit:
@@ -323,6 +328,8 @@ func ints(t wire.Tokens) string {
 // describe prints what matters of a message on one line.
 func describe(m wire.Message) string {
 	switch m := m.(type) {
+	case *wire.Disconnect:
+		return "Disconnect: " + m.Reason
 	case *wire.RegisterRoleAck:
 		if m.Error != "" {
 			return "RegisterRoleAck: " + m.Error

@@ -41,7 +41,8 @@ type Server struct {
 	core     *Core
 	inputs   chan input
 	metrics  *metrics
-	block    atomic.Int64 // the fleet's block size, for readers that hash prompts
+	block    atomic.Int64            // the fleet's block size, for readers that hash prompts
+	model    atomic.Pointer[modelID] // the fleet's, for readers that admit clients
 	lastPeer atomic.Uint64
 	slots    chan struct{} // holds one element for each open connection
 	exit     chan struct{} // closed when a client asked for SHUTDOWN
@@ -96,6 +97,7 @@ func NewServer(cfg ServerConfig) (*Server, error) {
 		exit:   make(chan struct{}), deserted: make(chan struct{}), done: make(chan struct{}),
 		links: make(map[PeerID]*wire.Conn),
 	}
+	s.model.Store(new(modelID))
 	s.strangers.limit, s.strangers.log = cfg.MaxStrangers, cfg.Logger
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	go s.run()
@@ -154,9 +156,12 @@ func (s *Server) spawn(f func()) error {
 	return nil
 }
 
-func admit(hello wire.Connect) error {
+func (s *Server) admit(hello wire.Connect) error {
 	if hello.Kind != KindClient && hello.Kind != KindEngine {
 		return fmt.Errorf("kind is %q, want %q or %q", hello.Kind, KindClient, KindEngine)
+	}
+	if reason := s.model.Load().foreign(&hello); reason != "" && hello.Kind == KindClient {
+		return errors.New(reason)
 	}
 	return nil
 }
@@ -178,7 +183,7 @@ func (s *Server) Connect(hello wire.Connect) (*wire.Conn, error) {
 
 // Attach serves a peer on a connection that is past its handshake, and owns the connection from then on.
 func (s *Server) Attach(conn *wire.Conn, hello wire.Connect) error {
-	if err := admit(hello); err != nil {
+	if err := s.admit(hello); err != nil {
 		return fmt.Errorf("coordinator: %w", err)
 	}
 	return s.spawn(func() { s.read(conn, hello) })
@@ -273,6 +278,9 @@ func (s *Server) handle(in input) {
 		delete(s.links, in.ev.Peer)
 	}
 	s.block.Store(int64(s.core.BlockSize()))
+	if model := s.core.fleet.modelID(); model != *s.model.Load() {
+		s.model.Store(&model)
+	}
 }
 
 func (s *Server) step(ev Event) {
@@ -284,6 +292,8 @@ func (s *Server) step(ev Event) {
 		case Close:
 			s.log.Info("closing a connection", "reason", a.Text)
 			s.hangUp(s.links[a.Peer])
+		case Note:
+			s.log.Info(a.Text)
 		case Warn:
 			s.log.Warn(a.Text)
 		case End:

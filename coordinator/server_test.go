@@ -542,9 +542,9 @@ func TestSilentEngineIsDeclaredDead(t *testing.T) {
 			return startEngine(t, conn, inc, name, wire.RoleBoth, make(chan struct{}))
 		}
 		stopped := engine("e0", wire.Options{KeepAlive: -1})
-		c, err := newClient(t.Context(), ClientConfig{Logger: quiet()}, func(context.Context) (*wire.Conn, error) {
+		c, err := newClient(ClientConfig{Logger: quiet()}, func(context.Context) (*wire.Conn, error) {
 			return pipe(s, wire.Connect{Kind: KindClient, Name: "test"}, wire.Options{})
-		})
+		}).await(t.Context())
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -73,7 +73,7 @@ func (s *Server) welcome(nc net.Conn, leave func()) {
 		}
 	}()
 	admit := func(hello wire.Connect) error {
-		err := admit(hello)
+		err := s.admit(hello)
 		if err == nil {
 			err = s.takeSlot()
 			held = err == nil

@@ -121,8 +121,9 @@ type Quarantined struct{ handoff.Quarantine }
 // Profile starts a profile of the process at Path, or, with an empty one, ends it.
 type Profile struct{ Path string }
 
-// Leave ends the engine's service: its coordinator said STOP.
-type Leave struct{}
+// Leave ends the engine's service: its coordinator said STOP or, with a Reason, that it does not want this
+// engine any more.
+type Leave struct{ Reason string }
 
 // Warn tells people of something that should not happen: the coordinator sent what makes no sense here, or
 // KV arrived damaged.
@@ -241,6 +242,8 @@ func (c *Core) received(now time.Time, m wire.Message) {
 		c.act(Profile{})
 	case *wire.Stop:
 		c.act(Leave{})
+	case *wire.Disconnect:
+		c.act(Leave{m.Reason})
 	default:
 		c.warn("%s ignored", m.Header())
 	}

@@ -6,6 +6,7 @@
 package engine
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -48,7 +49,7 @@ type Engine struct {
 	// Owned by Run.
 	conn      *wire.Conn
 	passing   bool
-	leaving   bool     // the coordinator said STOP
+	leaving   error    // why, once the coordinator said that the engine is to: errStopped or an *awayError
 	profile   *profile // being written
 	transfers map[uint64]transfer.Handle
 	checks    []func() handoff.Event // of blocks and their checksums; the first is under way
@@ -142,7 +143,7 @@ type Dialer func(ctx context.Context, hello wire.Connect) (*wire.Conn, error)
 // Run serves a coordinator until ctx ends or it says STOP, and looks for it again when the connection
 // breaks. When ctx ends the engine drains: it takes no new work, and returns when the coordinator has let it
 // go, because its requests have ended or moved elsewhere. It returns an error only when the engine itself
-// cannot go on: a refused registration or a device fault.
+// cannot go on: a refused registration, another engine in its place, or a device fault.
 func (e *Engine) Run(ctx context.Context, dial Dialer) error {
 	const firstPause, longestPause = 50 * time.Millisecond, 2 * time.Second
 	pause := firstPause
@@ -152,7 +153,13 @@ func (e *Engine) Run(ctx context.Context, dial Dialer) error {
 		if errors.As(err, &fatal) {
 			return fatal.error
 		}
+		var away *awayError
+		if errors.As(err, &away) && ctx.Err() == nil {
+			e.log.Error("the engine ends", "error", away)
+			return away
+		}
 		if ctx.Err() != nil || errors.Is(err, errStopped) {
+			e.log.Info("stopped")
 			break
 		}
 		e.log.Warn("coordinator not reachable", "error", err, "retry_in", pause)
@@ -167,6 +174,13 @@ func (e *Engine) Run(ctx context.Context, dial Dialer) error {
 
 // errStopped ends a session, and Run, because the coordinator said STOP.
 var errStopped = errors.New("engine: stopped by the coordinator")
+
+// awayError ends a session, and Run, because the coordinator does not want this engine any more.
+type awayError struct{ name, reason string }
+
+func (e *awayError) Error() string {
+	return fmt.Sprintf("engine: the coordinator sent %s away: %s", e.name, e.reason)
+}
 
 // drainLimit is how long an engine waits, after ctx has ended, for the coordinator to let it go. The
 // coordinator's own limit is shorter.
@@ -221,6 +235,7 @@ func (e *Engine) register(ctx context.Context, inbox <-chan wire.Message, ended 
 		Role: c.Role, Name: c.Name, Incarnation: e.incarnation, Model: c.ServedModel, Geometry: c.geometry(),
 		Transport: c.Transport, Ranks: e.ranks(), Requests: c.MaxRequests, Blocks: c.blocks(),
 		MaxTokens: c.MaxTokens, WeightVersion: weightVersion, Continuation: max(c.Continuation, 0),
+		Logprobs: string(c.Logprobs),
 	}); err != nil {
 		return err
 	}
@@ -266,8 +281,8 @@ func (e *Engine) serve(ctx context.Context, inbox <-chan wire.Message, ended <-c
 	var drained <-chan time.Time
 	for {
 		e.plan()
-		if e.leaving {
-			return errStopped
+		if e.leaving != nil {
+			return e.leaving
 		}
 		select {
 		case m := <-inbox:
@@ -291,13 +306,28 @@ func (e *Engine) serve(ctx context.Context, inbox <-chan wire.Message, ended <-c
 		case <-poll.C:
 			e.step(Tick{})
 		case err := <-ended:
-			return err
+			return cmp.Or(e.lastWord(inbox), err)
 		case <-stopping:
 			stopping, drained = nil, time.After(drainLimit)
 			e.log.Info("draining")
 			e.send(&wire.Disconnect{Reason: "the engine stops"})
 		case <-drained:
 			return fmt.Errorf("engine: %s: not let go within %v", e.config.Name, drainLimit)
+		}
+	}
+}
+
+// lastWord is why the engine is to leave, if that is among the messages that came before the connection ended.
+func (e *Engine) lastWord(inbox <-chan wire.Message) error {
+	for {
+		select {
+		case m := <-inbox:
+			switch m.(type) {
+			case *wire.Stop, *wire.Disconnect:
+				e.step(Received{m})
+			}
+		default:
+			return e.leaving
 		}
 	}
 }
@@ -347,7 +377,10 @@ func (e *Engine) carryOut(actions []Action) {
 		case Profile:
 			e.profiler(a.Path)
 		case Leave:
-			e.leaving = true
+			e.leaving = errStopped
+			if a.Reason != "" {
+				e.leaving = &awayError{e.config.Name, a.Reason}
+			}
 		case Warn:
 			e.log.Warn(a.Text)
 		}

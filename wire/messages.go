@@ -48,7 +48,7 @@ const (
 	HeaderStop                Header = 45
 	HeaderStartProfiler       Header = 46
 	HeaderStopProfiler        Header = 47
-	HeaderDisconnect          Header = 60 // engine -> coordinator: leaving
+	HeaderDisconnect          Header = 60 // engine -> coordinator: leaving; coordinator -> client or engine: not to come back
 	HeaderShutdown            Header = 61 // client -> coordinator
 	HeaderTPBroadcast         Header = 80 // leader rank -> ranks
 	HeaderKVHandoffComplete   Header = 81 // leader rank <-> ranks
@@ -67,6 +67,9 @@ type Connect struct {
 	Kind        string // "client" or "engine"
 	Name        string
 	Incarnation uint64
+	// Of a client that renders and tokenizes for one model: the name that it serves the model by, for people, and
+	// the model's fingerprint, as in Geometry.Model. A fleet of another model refuses it. Empty: any will do.
+	Model, Fingerprint string
 }
 
 // ConnectAck accepts (Error empty) or refuses a connection.
@@ -115,6 +118,8 @@ type RegisterRole struct {
 	// Continuation is how many KV blocks it sets aside for the new tokens of a request when that begins; more are
 	// taken as they are needed. 0: for all tokens that the request may generate.
 	Continuation int
+	// Logprobs is which log-probabilities it reports, "raw" or "processed": a request's come from several engines.
+	Logprobs string
 }
 
 // RankInfo is one rank's place in the layout and the transport's own description of its memory.
@@ -320,7 +325,8 @@ type RequestError struct {
 	Reader uint64
 }
 
-// Disconnect announces that an engine leaves; Reason is for people.
+// Disconnect announces that an engine leaves; from the coordinator, that it ends the connection, and would refuse
+// another for as long as the Reason lasts. The Reason is for people.
 type Disconnect struct{ Reason string }
 
 // Pause asks an engine to finish its step and start no other until Unpause.

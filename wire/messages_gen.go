@@ -53,12 +53,14 @@ func (z *AbortRequest) Msgsize() (s int) {
 // MarshalMsg implements msgp.Marshaler
 func (z *Connect) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
-	// array header, size 4
-	o = append(o, 0x94)
+	// array header, size 6
+	o = append(o, 0x96)
 	o = msgp.AppendUint32(o, z.Version)
 	o = msgp.AppendString(o, z.Kind)
 	o = msgp.AppendString(o, z.Name)
 	o = msgp.AppendUint64(o, z.Incarnation)
+	o = msgp.AppendString(o, z.Model)
+	o = msgp.AppendString(o, z.Fingerprint)
 	return
 }
 
@@ -103,6 +105,22 @@ func (z *Connect) UnmarshalMsg(bts []byte) (o []byte, err error) {
 		if zb0001--; zb0001 == 0 {
 			break
 		}
+		z.Model, bts, err = msgp.ReadStringBytes(bts)
+		if err != nil {
+			err = msgp.WrapError(err, "Model")
+			return
+		}
+		if zb0001--; zb0001 == 0 {
+			break
+		}
+		z.Fingerprint, bts, err = msgp.ReadStringBytes(bts)
+		if err != nil {
+			err = msgp.WrapError(err, "Fingerprint")
+			return
+		}
+		if zb0001--; zb0001 == 0 {
+			break
+		}
 		for ; zb0001 > 0; zb0001-- {
 			bts, err = msgp.Skip(bts)
 			if err != nil {
@@ -117,7 +135,7 @@ func (z *Connect) UnmarshalMsg(bts []byte) (o []byte, err error) {
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *Connect) Msgsize() (s int) {
-	s = 1 + msgp.Uint32Size + msgp.StringPrefixSize + len(z.Kind) + msgp.StringPrefixSize + len(z.Name) + msgp.Uint64Size
+	s = 1 + msgp.Uint32Size + msgp.StringPrefixSize + len(z.Kind) + msgp.StringPrefixSize + len(z.Name) + msgp.Uint64Size + msgp.StringPrefixSize + len(z.Model) + msgp.StringPrefixSize + len(z.Fingerprint)
 	return
 }
 
@@ -872,8 +890,8 @@ func (z *RankInfo) Msgsize() (s int) {
 // MarshalMsg implements msgp.Marshaler
 func (z *RegisterRole) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
-	// array header, size 12
-	o = append(o, 0x9c)
+	// array header, size 13
+	o = append(o, 0x9d)
 	o = msgp.AppendString(o, z.Role)
 	o = msgp.AppendString(o, z.Name)
 	o = msgp.AppendUint64(o, z.Incarnation)
@@ -897,6 +915,7 @@ func (z *RegisterRole) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.AppendInt(o, z.MaxTokens)
 	o = msgp.AppendUint64(o, z.WeightVersion)
 	o = msgp.AppendInt(o, z.Continuation)
+	o = msgp.AppendString(o, z.Logprobs)
 	return
 }
 
@@ -1052,6 +1071,14 @@ func (z *RegisterRole) UnmarshalMsg(bts []byte) (o []byte, err error) {
 		if zb0001--; zb0001 == 0 {
 			break
 		}
+		z.Logprobs, bts, err = msgp.ReadStringBytes(bts)
+		if err != nil {
+			err = msgp.WrapError(err, "Logprobs")
+			return
+		}
+		if zb0001--; zb0001 == 0 {
+			break
+		}
 		for ; zb0001 > 0; zb0001-- {
 			bts, err = msgp.Skip(bts)
 			if err != nil {
@@ -1070,7 +1097,7 @@ func (z *RegisterRole) Msgsize() (s int) {
 	for zb0001 := range z.Ranks {
 		s += 1 + msgp.IntSize + msgp.BytesPrefixSize + len(z.Ranks[zb0001].Transport) + msgp.Int64Size
 	}
-	s += msgp.IntSize + msgp.IntSize + msgp.IntSize + msgp.Uint64Size + msgp.IntSize
+	s += msgp.IntSize + msgp.IntSize + msgp.IntSize + msgp.Uint64Size + msgp.IntSize + msgp.StringPrefixSize + len(z.Logprobs)
 	return
 }
 
