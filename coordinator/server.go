@@ -39,7 +39,7 @@ type Server struct {
 	cfg      ServerConfig
 	log      *slog.Logger
 	core     *Core
-	inputs   chan input
+	inputs   chan []input
 	metrics  *metrics
 	block    atomic.Int64            // the fleet's block size, for readers that hash prompts
 	model    atomic.Pointer[modelID] // the fleet's, for readers that admit clients
@@ -60,7 +60,8 @@ type Server struct {
 	closing sync.Once
 
 	// Owned by the core's goroutine.
-	links map[PeerID]*wire.Conn
+	links map[PeerID]*link
+	dirty []*link         // that messages were queued on since the last flush
 	asked bool            // exit is closed
 	idle  []chan struct{} // to be closed when no request is left
 }
@@ -71,6 +72,12 @@ type input struct {
 	ev   Event
 	conn *wire.Conn
 	ask  func()
+}
+
+// link is a connection and whether something was queued on it that was not flushed.
+type link struct {
+	conn  *wire.Conn
+	dirty bool
 }
 
 // ErrServerClosed is the error of a server that was closed.
@@ -92,10 +99,10 @@ func NewServer(cfg ServerConfig) (*Server, error) {
 	}
 	s := &Server{
 		cfg: cfg, log: cfg.Logger, core: core, metrics: newMetrics(),
-		inputs: make(chan input, 256),
+		inputs: make(chan []input, 64),
 		slots:  make(chan struct{}, cfg.MaxConnections),
 		exit:   make(chan struct{}), deserted: make(chan struct{}), done: make(chan struct{}),
-		links: make(map[PeerID]*wire.Conn),
+		links: make(map[PeerID]*link),
 	}
 	s.model.Store(new(modelID))
 	s.strangers.limit, s.strangers.log = cfg.MaxStrangers, cfg.Logger
@@ -196,9 +203,40 @@ func (s *Server) read(conn *wire.Conn, hello wire.Connect) {
 	release := s.metrics.track(conn)
 	defer release()
 	defer conn.Close()
-	s.inputs <- input{ev: Event{Peer: peer, Message: &hello}, conn: conn}
+	s.inputs <- []input{{ev: Event{Peer: peer, Message: &hello}, conn: conn}}
 	log.Info("connected")
 	for {
+		batch, err := s.receive(conn, peer, log)
+		if err != nil {
+			batch = append(batch, input{ev: Event{Peer: peer}})
+		}
+		s.inputs <- batch
+		if err == nil {
+			continue
+		}
+		if err == io.EOF || errors.Is(err, wire.ErrClosed) {
+			log.Info("disconnected")
+		} else {
+			log.Warn("disconnected", "error", err)
+		}
+		return
+	}
+}
+
+// maxBatch bounds how many messages are handed to the core's goroutine at once, and maxRound how many it
+// takes before what they caused is sent.
+const (
+	maxBatch = 64
+	maxRound = 256
+)
+
+var batches = sync.Pool{New: func() any { return new([maxBatch]input) }}
+
+// receive waits for a message and takes what has arrived with it. It returns what it has when the connection
+// ends.
+func (s *Server) receive(conn *wire.Conn, peer PeerID, log *slog.Logger) (batch []input, err error) {
+	batch = batches.Get().(*[maxBatch]input)[:0]
+	for more := true; more; more = len(batch) < maxBatch-1 && conn.Buffered() {
 		m, err := conn.Recv()
 		var malformed *wire.MalformedError
 		if errors.As(err, &malformed) {
@@ -207,21 +245,16 @@ func (s *Server) read(conn *wire.Conn, hello wire.Connect) {
 			continue
 		}
 		if err != nil {
-			if err == io.EOF || errors.Is(err, wire.ErrClosed) {
-				log.Info("disconnected")
-			} else {
-				log.Warn("disconnected", "error", err)
-			}
-			s.inputs <- input{ev: Event{Peer: peer}}
-			return
+			return batch, err
 		}
 		s.metrics.in[m.Header()].Add(1)
 		ev := Event{Peer: peer, Message: m}
 		if r, ok := m.(*wire.SubmitRequest); ok {
 			s.hash(r, &ev)
 		}
-		s.inputs <- input{ev: ev}
+		batch = append(batch, input{ev: ev})
 	}
+	return batch, nil
 }
 
 // hash computes a prompt's digests, which keeps that off the core's goroutine.
@@ -241,25 +274,50 @@ func (s *Server) run() {
 	defer timer.Stop()
 	for s.ctx.Err() == nil {
 		select {
-		case in := <-s.inputs:
-			s.handle(in)
+		case batch := <-s.inputs:
+			s.round(batch)
 		case <-timer.C:
 			s.step(Event{})
 		case <-s.ctx.Done():
 		}
+		s.flush()
 		if at, ok := s.core.Deadline(); ok {
 			timer.Reset(time.Until(at))
 		}
 	}
 	s.step(Event{Message: &wire.Shutdown{}})
-	for _, conn := range s.links {
-		s.hangUp(conn)
+	for _, l := range s.links {
+		s.hangUp(l.conn)
 	}
 	for {
 		select {
-		case in := <-s.inputs:
-			s.hangUp(in.conn) // one that came too late
+		case batch := <-s.inputs:
+			for _, in := range batch {
+				s.hangUp(in.conn) // one that came too late
+			}
 		case <-s.deserted:
+			return
+		}
+	}
+}
+
+// round handles a batch and those that wait behind it.
+func (s *Server) round(batch []input) {
+	for handled := 0; ; {
+		for _, in := range batch {
+			s.handle(in)
+		}
+		handled += len(batch)
+		if cap(batch) == maxBatch {
+			clear(batch)
+			batches.Put((*[maxBatch]input)(batch[:maxBatch]))
+		}
+		if handled >= maxRound {
+			return
+		}
+		select {
+		case batch = <-s.inputs:
+		default:
 			return
 		}
 	}
@@ -271,7 +329,7 @@ func (s *Server) handle(in input) {
 		return
 	}
 	if in.conn != nil {
-		s.links[in.ev.Peer] = in.conn
+		s.links[in.ev.Peer] = &link{conn: in.conn}
 	}
 	s.step(in.ev)
 	if in.ev.Message == nil {
@@ -291,7 +349,9 @@ func (s *Server) step(ev Event) {
 			s.send(s.links[a.Peer], a.Message)
 		case Close:
 			s.log.Info("closing a connection", "reason", a.Text)
-			s.hangUp(s.links[a.Peer])
+			if l := s.links[a.Peer]; l != nil {
+				s.hangUp(l.conn)
+			}
 		case Note:
 			s.log.Info(a.Text)
 		case Warn:
@@ -316,19 +376,32 @@ func (s *Server) step(ev Event) {
 }
 
 // send queues a message. A connection that cannot take it is closed: its reader tells the core.
-func (s *Server) send(conn *wire.Conn, m wire.Message) {
-	if conn == nil {
+func (s *Server) send(l *link, m wire.Message) {
+	if l == nil {
 		return
 	}
-	if err := conn.Send(m); err != nil {
+	if err := l.conn.Queue(m); err != nil {
 		var size *wire.FrameSizeError
 		if errors.As(err, &size) {
 			s.log.Error("message not sent", "message", m.Header(), "error", err)
 		}
-		s.hangUp(conn)
+		s.hangUp(l.conn)
 		return
 	}
 	s.metrics.out[m.Header()].Add(1)
+	if !l.dirty {
+		l.dirty = true
+		s.dirty = append(s.dirty, l)
+	}
+}
+
+// flush lets the connections send what was queued.
+func (s *Server) flush() {
+	for i, l := range s.dirty {
+		l.conn.Flush()
+		l.dirty, s.dirty[i] = false, nil
+	}
+	s.dirty = s.dirty[:0]
 }
 
 // hangUp closes a connection without waiting for what is still to be sent.
@@ -352,7 +425,7 @@ func (s *Server) Status(ctx context.Context) (*wire.StatusReply, error) {
 func (s *Server) ask(ctx context.Context, f func()) error {
 	answered := make(chan struct{})
 	select {
-	case s.inputs <- input{ask: func() { f(); close(answered) }}:
+	case s.inputs <- []input{{ask: func() { f(); close(answered) }}}:
 	case <-s.ctx.Done():
 		return ErrServerClosed
 	case <-ctx.Done():
@@ -411,6 +484,13 @@ func (s *Server) Close() {
 
 // logEnd writes the line of a request.
 func logEnd(log *slog.Logger, r *Summary) {
+	level := slog.LevelInfo
+	if r.Message != "" {
+		level = slog.LevelWarn
+	}
+	if !log.Enabled(context.Background(), level) {
+		return
+	}
 	attrs := []slog.Attr{
 		slog.Uint64("id", r.ID), slog.String("client", r.Client), slog.Uint64("client_id", r.ClientID),
 		slog.String("outcome", r.Outcome), slog.Int("prompt", r.PromptTokens), slog.Int("cached", r.CachedTokens),
@@ -436,10 +516,8 @@ func logEnd(log *slog.Logger, r *Summary) {
 			slog.Duration("handoff", r.Read.Sub(r.Exported)), slog.Int("blocks_moved", r.Stats.BlocksMoved),
 			slog.Int("blocks_reused", r.Stats.BlocksReused), slog.Int64("bytes_moved", r.Stats.BytesMoved))
 	}
-	level := slog.LevelInfo
 	if r.Message != "" {
 		attrs = append(attrs, slog.String("message", r.Message))
-		level = slog.LevelWarn
 	}
 	log.LogAttrs(context.Background(), level, "request", attrs...)
 }

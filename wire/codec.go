@@ -67,10 +67,13 @@ func (e *FrameSizeError) Error() string {
 
 const lengthSize = 4 // of the prefix of a frame
 
+// frameBound is an upper bound of the bytes that appendFrame appends for m.
+func frameBound(m Message) int { return lengthSize + 3 + m.Msgsize() }
+
 // appendFrame appends m as a frame. On error it returns b as it was.
 func appendFrame(b []byte, m Message, limit int) ([]byte, error) {
 	start := len(b)
-	out := msgp.Require(b, lengthSize+3+m.Msgsize())
+	out := b
 	out = append(out, 0, 0, 0, 0)
 	out = msgp.AppendArrayHeader(out, 2)
 	out = msgp.AppendUint8(out, uint8(m.Header()))

@@ -1,7 +1,6 @@
 package wire
 
 import (
-	"bufio"
 	"crypto/tls"
 	"encoding/binary"
 	"errors"
@@ -88,30 +87,29 @@ type Counters struct {
 	Queued                  int   // bytes that wait to be sent
 }
 
-// Conn carries messages over one connection. Send may be called by any goroutine; Recv by one at a
-// time. It owns one goroutine, which writes; Close, a failure of the connection or its end stops it.
+// Conn carries messages over one connection. Send, Queue and Flush may be called by any goroutine; Recv and
+// Buffered by one at a time. It owns one goroutine, which writes; Close, a failure of the connection or its
+// end stops it.
 type Conn struct {
 	nc   net.Conn
 	opt  Options
 	peer string
 
 	mu      sync.Mutex
-	pending []byte // frames for the writer to take
-	taken   int    // bytes in the writer's hands
+	pending net.Buffers // frames for the writer to take, whole ones in each segment
+	queued  int         // bytes of pending
+	taken   int         // bytes in the writer's hands
 	closing time.Time
 	err     error // why it closed
 	wake    chan struct{}
 	closed  chan struct{} // closed when err is set
 	written chan struct{} // closed when the writer has left
 
-	br    *bufio.Reader
-	frame []byte // reused by Recv
+	in    readBuffer
+	frame []byte // reused by Recv, for frames that are larger than in may become
 
 	bytesIn, bytesOut, messagesIn, messagesOut atomic.Int64
 }
-
-// Buffers up to this size are kept for reuse; larger ones are given back to the collector.
-const keepBuffer = 1 << 20
 
 // NewConn takes over nc, which is past any handshake of its own.
 func NewConn(nc net.Conn, opt Options) *Conn {
@@ -119,7 +117,7 @@ func NewConn(nc net.Conn, opt Options) *Conn {
 		nc: nc, opt: opt.withDefaults(), peer: peerName(nc),
 		wake: make(chan struct{}, 1), closed: make(chan struct{}), written: make(chan struct{}),
 	}
-	c.br = bufio.NewReaderSize(idleReader{nc, c.opt.IdleTimeout}, 64<<10)
+	c.in.src = idleReader{nc, c.opt.IdleTimeout}
 	go c.write()
 	return c
 }
@@ -163,34 +161,68 @@ func (r idleReader) readWithin(b []byte, d time.Duration) (int, error) {
 	return r.nc.Read(b)
 }
 
-// Send queues m and returns at once; it does not keep m. Its errors: a FrameSizeError or a failure to
-// encode (the connection stays), and why the connection is closed.
+// Send queues m, wakes the writer and returns at once; it does not keep m. Its errors: a FrameSizeError or a
+// failure to encode (the connection stays), and why the connection is closed.
 func (c *Conn) Send(m Message) error {
+	if err := c.Queue(m); err != nil {
+		return err
+	}
+	c.Flush()
+	return nil
+}
+
+// flushAt is how many bytes Queue lets gather before it wakes the writer by itself.
+const flushAt = 4 * segmentSize
+
+// Queue is Send for a message that others follow: it goes out with the next Send or Flush at the latest.
+func (c *Conn) Queue(m Message) error {
 	c.mu.Lock()
 	if c.err != nil || !c.closing.IsZero() {
 		defer c.mu.Unlock()
 		return c.reason()
 	}
-	was := len(c.pending)
-	b, err := appendFrame(c.pending, m, c.opt.MaxFrame)
+	need := frameBound(m)
+	last := len(c.pending) - 1
+	fresh := last < 0 || cap(c.pending[last])-len(c.pending[last]) < need
+	var segment []byte
+	if fresh {
+		segment = newSegment(need)
+	} else {
+		segment = c.pending[last]
+	}
+	b, err := appendFrame(segment, m, c.opt.MaxFrame)
 	if err != nil {
+		if fresh {
+			recycle(net.Buffers{segment})
+		}
 		c.mu.Unlock()
 		return err
 	}
-	if queued := len(b) + c.taken; queued > c.opt.MaxQueue {
-		c.mu.Unlock()
-		return c.fail(&OverflowError{Peer: c.peer, Queued: queued, Limit: c.opt.MaxQueue})
+	c.queued += len(b) - len(segment)
+	if fresh {
+		c.pending = append(c.pending, b)
+	} else {
+		c.pending[last] = b
 	}
-	c.pending = b
+	queued := c.queued
+	if wait := queued + c.taken; wait > c.opt.MaxQueue {
+		c.mu.Unlock()
+		return c.fail(&OverflowError{Peer: c.peer, Queued: wait, Limit: c.opt.MaxQueue})
+	}
 	c.mu.Unlock()
 	c.messagesOut.Add(1)
-	if was == 0 {
-		select {
-		case c.wake <- struct{}{}:
-		default:
-		}
+	if queued >= flushAt {
+		c.Flush()
 	}
 	return nil
+}
+
+// Flush sends what Queue has gathered. It does not wait for that.
+func (c *Conn) Flush() {
+	select {
+	case c.wake <- struct{}{}:
+	default:
+	}
 }
 
 // reason is the error of a connection that is closed or closing; c.mu is held.
@@ -210,7 +242,8 @@ func (c *Conn) fail(err error) error {
 		return c.err
 	}
 	c.err = err
-	c.pending = nil
+	recycle(c.pending)
+	c.pending, c.queued = nil, 0
 	close(c.closed)
 	c.mu.Unlock()
 	c.nc.Close()
@@ -226,8 +259,8 @@ func (c *Conn) write() {
 		defer t.Stop()
 		alive = t.C
 	}
-	var spare []byte
 	idle := false // nothing was sent since the last tick
+	var list net.Buffers
 	for {
 		tick := false
 		select {
@@ -238,11 +271,12 @@ func (c *Conn) write() {
 			return
 		}
 		for {
-			b, closing := c.take(spare)
-			if len(b) == 0 && tick && idle {
-				b = append(spare[:0], 0, 0, 0, 0)
+			var closing time.Time
+			list, closing = c.take(list)
+			if len(list) == 0 && tick && idle {
+				list = append(list, append(newSegment(lengthSize), 0, 0, 0, 0))
 			}
-			if len(b) == 0 {
+			if len(list) == 0 {
 				if !closing.IsZero() {
 					c.fail(ErrClosed)
 					return
@@ -250,46 +284,76 @@ func (c *Conn) write() {
 				break
 			}
 			idle, tick = false, false
-			if err := c.writeAll(b, closing); err != nil {
+			if err := c.writeAll(list, closing); err != nil {
 				c.fail(fmt.Errorf("wire: send to %s: %w", c.peer, err))
 				return
 			}
-			if spare = b; cap(spare) > keepBuffer {
-				spare = nil
-			}
+			recycle(list)
 		}
 		idle = idle || tick
 	}
 }
 
-// take hands the queue to the writer, whose previous share is sent, and continues it in spare.
-func (c *Conn) take(spare []byte) (b []byte, closing time.Time) {
+// take hands the queue to the writer, whose previous share is sent, and continues it in the spare list.
+func (c *Conn) take(spare net.Buffers) (list net.Buffers, closing time.Time) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.taken = len(c.pending)
-	if c.taken > 0 {
-		b, c.pending = c.pending, spare[:0]
-	}
-	return b, c.closing
+	list, c.pending = c.pending, spare[:0]
+	c.taken, c.queued = c.queued, 0
+	return list, c.closing
 }
 
-func (c *Conn) writeAll(b []byte, closing time.Time) error {
-	for part := range slices.Chunk(b, 1<<20) {
-		deadline := time.Now().Add(c.opt.WriteTimeout)
-		if !closing.IsZero() && closing.Before(deadline) {
-			deadline = closing
+// writeAll writes all segments, at most writeStep bytes at a time.
+func (c *Conn) writeAll(list net.Buffers, closing time.Time) error {
+	for len(list) > 0 {
+		n, size := 0, 0
+		for n < len(list) && size+len(list[n]) <= writeStep {
+			size += len(list[n])
+			n++
 		}
-		if err := c.nc.SetWriteDeadline(deadline); err != nil {
-			return err
+		var err error
+		if n > 0 {
+			err = c.writeSome(list[:n], closing)
+		} else { // one long frame
+			for part := range slices.Chunk(list[0], writeStep) {
+				if err = c.writeSome(net.Buffers{part}, closing); err != nil {
+					break
+				}
+			}
+			n = 1
 		}
-		n, err := c.nc.Write(part)
-		c.bytesOut.Add(int64(n))
 		if err != nil {
 			return err
 		}
+		list = list[n:]
 	}
 	return nil
 }
+
+// writeStep is what Options.WriteTimeout bounds.
+const writeStep = 1 << 20
+
+func (c *Conn) writeSome(list net.Buffers, closing time.Time) error {
+	deadline := time.Now().Add(c.opt.WriteTimeout)
+	if !closing.IsZero() && closing.Before(deadline) {
+		deadline = closing
+	}
+	if err := c.nc.SetWriteDeadline(deadline); err != nil {
+		return err
+	}
+	if len(list) == 1 {
+		n, err := c.nc.Write(list[0])
+		c.bytesOut.Add(int64(n))
+		return err
+	}
+	vector := slices.Clone(list) // WriteTo empties it
+	n, err := vector.WriteTo(c.nc)
+	c.bytesOut.Add(n)
+	return err
+}
+
+// Buffers up to this size are kept for reuse; larger ones are given back to the collector.
+const keepBuffer = 1 << 20
 
 // Recv waits for the next message, which shares no memory with the connection. Its errors: io.EOF
 // when the peer ended the connection between two messages; a *MalformedError, after which Recv may be
@@ -307,49 +371,68 @@ func (c *Conn) Recv() (Message, error) {
 	return m, err
 }
 
+// Buffered tells whether the next message has arrived already: Recv will not wait.
+func (c *Conn) Buffered() bool {
+	for c.in.buffered() >= lengthSize {
+		b := c.in.unread()
+		if size := binary.LittleEndian.Uint32(b); size > 0 {
+			return uint64(len(b)-lengthSize) >= uint64(size)
+		}
+		c.in.discard(lengthSize) // a keepalive
+		c.bytesIn.Add(lengthSize)
+	}
+	return false
+}
+
 // readFrame returns the next frame that is not a keepalive, valid until the next call.
 func (c *Conn) readFrame(limit int) ([]byte, error) {
 	size := 0
 	for size == 0 {
-		head, err := c.br.Peek(lengthSize)
+		head, err := c.in.peek(lengthSize)
 		if err != nil {
 			if err == io.EOF && len(head) > 0 {
 				err = io.ErrUnexpectedEOF
 			}
 			return nil, err
 		}
-		if n := binary.LittleEndian.Uint32(head); int64(n) > int64(limit) {
+		n := binary.LittleEndian.Uint32(head)
+		if int64(n) > int64(limit) {
 			return nil, &FrameSizeError{Size: int(n), Limit: limit}
-		} else {
-			size = int(n)
 		}
-		if _, err := c.br.Discard(lengthSize); err != nil {
-			return nil, err
-		}
+		size = int(n)
+		c.in.discard(lengthSize)
 		c.bytesIn.Add(lengthSize)
 	}
-	if err := c.readBody(size); err != nil {
+	b, err := c.readBody(size)
+	if err != nil {
 		if err == io.EOF {
 			err = io.ErrUnexpectedEOF
 		}
 		return nil, err
 	}
 	c.bytesIn.Add(int64(size))
-	return c.frame, nil
+	return b, nil
 }
 
-// readBody reads size bytes into c.frame, which grows only as they arrive.
-func (c *Conn) readBody(size int) error {
-	c.frame = c.frame[:0]
+// readBody returns the next size bytes, where they arrived if there is room.
+func (c *Conn) readBody(size int) ([]byte, error) {
+	if size <= maxBuffer {
+		b, err := c.in.peek(size)
+		if err == nil {
+			c.in.discard(size)
+		}
+		return b, err
+	}
+	c.frame = c.frame[:0] // grows only as they arrive
 	for len(c.frame) < size {
 		have := len(c.frame)
-		step := min(size-have, max(have, 64<<10))
+		step := min(size-have, max(have, maxBuffer))
 		c.frame = slices.Grow(c.frame, step)[:have+step]
-		if _, err := io.ReadFull(c.br, c.frame[have:]); err != nil {
-			return err
+		if _, err := io.ReadFull(&c.in, c.frame[have:]); err != nil {
+			return nil, err
 		}
 	}
-	return nil
+	return c.frame, nil
 }
 
 // Close sends what is queued, for at most Options.Linger, and closes the connection. A Recv under way
@@ -364,10 +447,7 @@ func (c *Conn) Close() error {
 		}
 	}
 	c.mu.Unlock()
-	select {
-	case c.wake <- struct{}{}:
-	default:
-	}
+	c.Flush()
 	<-c.written
 	if err := c.Err(); err != ErrClosed && err != io.EOF {
 		return err
@@ -388,7 +468,7 @@ func (c *Conn) Err() error {
 // Counters are the counts so far.
 func (c *Conn) Counters() Counters {
 	c.mu.Lock()
-	queued := len(c.pending) + c.taken
+	queued := c.queued + c.taken
 	c.mu.Unlock()
 	return Counters{
 		BytesIn: c.bytesIn.Load(), BytesOut: c.bytesOut.Load(),

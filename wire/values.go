@@ -3,7 +3,7 @@ package wire
 import (
 	"encoding/binary"
 	"fmt"
-	"math"
+	"unsafe"
 
 	"github.com/tinylib/msgp/msgp"
 )
@@ -14,10 +14,7 @@ func (t *Tokens) Msgsize() int { return msgp.BytesPrefixSize + 4*len(*t) }
 // MarshalMsg appends t as one binary string.
 func (t *Tokens) MarshalMsg(b []byte) ([]byte, error) {
 	b = msgp.AppendBytesHeader(b, uint32(4*len(*t)))
-	for _, v := range *t {
-		b = binary.LittleEndian.AppendUint32(b, uint32(v))
-	}
-	return b, nil
+	return appendWords(b, *t), nil
 }
 
 // UnmarshalMsg sets t to a copy of what b starts with and returns the rest of b.
@@ -30,9 +27,7 @@ func (t *Tokens) UnmarshalMsg(b []byte) ([]byte, error) {
 	if len(raw) > 0 {
 		*t = make(Tokens, len(raw)/4)
 	}
-	for i := range *t {
-		(*t)[i] = int32(binary.LittleEndian.Uint32(raw[4*i:]))
-	}
+	setWords(*t, raw)
 	return rest, nil
 }
 
@@ -42,10 +37,7 @@ func (f *Floats) Msgsize() int { return msgp.BytesPrefixSize + 4*len(*f) }
 // MarshalMsg appends f as one binary string.
 func (f *Floats) MarshalMsg(b []byte) ([]byte, error) {
 	b = msgp.AppendBytesHeader(b, uint32(4*len(*f)))
-	for _, v := range *f {
-		b = binary.LittleEndian.AppendUint32(b, math.Float32bits(v))
-	}
-	return b, nil
+	return appendWords(b, *f), nil
 }
 
 // UnmarshalMsg sets f to a copy of what b starts with and returns the rest of b.
@@ -58,9 +50,7 @@ func (f *Floats) UnmarshalMsg(b []byte) ([]byte, error) {
 	if len(raw) > 0 {
 		*f = make(Floats, len(raw)/4)
 	}
-	for i := range *f {
-		(*f)[i] = math.Float32frombits(binary.LittleEndian.Uint32(raw[4*i:]))
-	}
+	setWords(*f, raw)
 	return rest, nil
 }
 
@@ -71,4 +61,38 @@ func readWords(b []byte) (raw, rest []byte, err error) {
 		err = fmt.Errorf("a list of 4-byte values has %d bytes", len(raw))
 	}
 	return raw, rest, err
+}
+
+// A long prompt is mostly words, so where memory has the wire's order they are copied as they are.
+var littleEndian = binary.NativeEndian.Uint16([]byte{1, 0}) == 1
+
+// appendWords appends 4-byte values in little-endian order.
+func appendWords[T int32 | float32](b []byte, words []T) []byte {
+	at := len(b)
+	b = append(b, memory(words)...)
+	if !littleEndian {
+		swap(b[at:])
+	}
+	return b
+}
+
+// setWords is the inverse: words has a quarter of raw's length.
+func setWords[T int32 | float32](words []T, raw []byte) {
+	b := memory(words)
+	copy(b, raw)
+	if !littleEndian {
+		swap(b)
+	}
+}
+
+// memory is where words lie.
+func memory[T int32 | float32](words []T) []byte {
+	return unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(words))), 4*len(words))
+}
+
+// swap turns the bytes of each word around.
+func swap(b []byte) {
+	for ; len(b) >= 4; b = b[4:] {
+		binary.LittleEndian.PutUint32(b, binary.BigEndian.Uint32(b))
+	}
 }
