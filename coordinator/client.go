@@ -309,6 +309,9 @@ func (c *Client) connection(ctx context.Context) (*wire.Conn, uint64, error) {
 			return nil, 0, ErrClosed
 		}
 		missing := &RequestError{Code: wire.CodeUnavailable, Message: "the coordinator is not reached; try again", Retryable: true, Cause: away}
+		if refused := (*wire.RefusedError)(nil); errors.As(away, &refused) {
+			missing.Message = "the coordinator refuses this frontend (its log says why); try again"
+		}
 		if patience <= 0 {
 			return nil, 0, missing
 		}

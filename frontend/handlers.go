@@ -4,9 +4,11 @@ import (
 	"context"
 	"crypto/rand"
 	"encoding/hex"
+	"errors"
 	"maps"
 	"net/http"
 	"slices"
+	"strings"
 	"time"
 
 	"baton/wire"
@@ -175,13 +177,22 @@ func (s *Server) health(w http.ResponseWriter, r *http.Request) {
 	case s.isDraining():
 		writeHealth(w, "shutting down", nil)
 	case err != nil:
-		s.log.Warn("no status from the backend", "error", err)
-		writeHealth(w, "the coordinator does not answer", nil)
+		writeHealth(w, s.unreachable(err), nil)
 	case !status.Ready:
 		writeHealth(w, status.Reason, status)
 	default:
 		writeHealth(w, "", status)
 	}
+}
+
+// unreachable is why there is no status. What a backend words for clients may be shown; the rest is for the log.
+func (s *Server) unreachable(err error) string {
+	var failed *RequestError
+	if errors.As(err, &failed) {
+		return strings.TrimSuffix(failed.Message, "; try again")
+	}
+	s.log.Warn("no status from the backend", "error", err)
+	return "the coordinator does not answer"
 }
 
 // writeHealth answers with the number of engines of each role and, when it is not empty, what is wrong.

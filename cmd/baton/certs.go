@@ -12,9 +12,9 @@ import (
 
 // certsCmd makes what mutual TLS takes.
 type certsCmd struct {
-	Dir   string   `default:"certs" placeholder:"DIR" help:"Folder of the authority and its certificates; made if it is not there."`
+	Dir   string   `default:"certs" placeholder:"DIR" help:"Folder of the authority and its certificates; made if it is not there. Default: ${default}."`
 	Hosts []string `placeholder:"HOST,..." help:"Hosts that the certificates are for, beside loopback: names, *.domain, IP addresses."`
-	Names []string `default:"coordinator,engine,frontend" placeholder:"NAME,..." help:"Certificates to make: one a role, or one a host under names of your choice."`
+	Names []string `default:"coordinator,engine,frontend" placeholder:"NAME,..." help:"Certificates to make: one a role, or one a host under names of your choice. Default: ${default}."`
 }
 
 func (c *certsCmd) Run(env *environment) error {

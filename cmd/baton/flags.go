@@ -72,6 +72,14 @@ func (f outputFlags) format(t *text.Tokenizer) (text.OutputFormat, error) {
 	return format, nil
 }
 
+// frontendFlags are those of an HTTP frontend.
+type frontendFlags struct {
+	outputFlags
+	keyFlags
+	Listen string  `default:"127.0.0.1:8000" help:"Address of the HTTP frontend."`
+	Seed   *uint64 `placeholder:"N" help:"Makes the random seeds of requests that bring none repeatable."`
+}
+
 // coordinatorFlags tune a coordinator.
 type coordinatorFlags struct {
 	Routing    string        `enum:"prefix,least-loaded,round-robin,session" default:"prefix" help:"How engines are chosen: ${enum}."`

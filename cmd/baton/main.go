@@ -24,7 +24,7 @@ type cli struct {
 	Certs       certsCmd       `cmd:"" help:"Make a local certificate authority and certificates for TLS between processes."`
 	Version     versionCmd     `cmd:"" help:"Print the version."`
 
-	LogLevel slog.Level `help:"Least severe log lines to show: debug, info, warn, error." default:"info" placeholder:"LEVEL"`
+	LogLevel slog.Level `help:"Least severe log lines to show: debug, info, warn, error. Default: ${default}." default:"info" placeholder:"LEVEL"`
 	LogJSON  bool       `name:"log-json" help:"Log lines as JSON."`
 }
 
@@ -75,8 +75,8 @@ func runContext(ctx context.Context, args []string, stdout, stderr io.Writer) in
 		fmt.Fprintf(stderr, "baton: %v\nTry: baton --help\n", err)
 		return 2
 	}
-	env := &environment{ctx: ctx, stdout: stdout, log: newLogger(stderr, c.LogLevel, c.LogJSON)}
-	if err := parsed.Run(env); err != nil && !errors.Is(err, context.Canceled) {
+	env := &environment{ctx: ctx, stdout: stdout, log: newLogger(stderr, c.LogLevel, c.LogJSON), up: make(chan struct{})}
+	if err := env.run(parsed.Run); err != nil && !errors.Is(err, context.Canceled) {
 		fmt.Fprintln(stderr, "baton:", err)
 		return 1
 	}
@@ -88,6 +88,29 @@ type environment struct {
 	ctx    context.Context
 	stdout io.Writer
 	log    *slog.Logger
+	up     chan struct{} // closed by started
+}
+
+// started says that others may know of this process now: from here on it does not end without taking leave.
+func (env *environment) started() { close(env.up) }
+
+// run runs a command. One that is interrupted before it has started is not waited for: loading a model takes
+// long, and nothing is lost.
+func (env *environment) run(command func(...any) error) error {
+	ended := make(chan error, 1)
+	go func() { ended <- command(env) }()
+	select {
+	case err := <-ended:
+		return err
+	case <-env.up:
+	case <-env.ctx.Done():
+		select {
+		case <-env.up:
+		default:
+			return env.ctx.Err()
+		}
+	}
+	return <-ended
 }
 
 func newLogger(w io.Writer, level slog.Level, asJSON bool) *slog.Logger {

@@ -15,7 +15,6 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"baton/checkpoint"
-	"baton/coordinator"
 	"baton/engine"
 	"baton/frontend"
 	"baton/layout"
@@ -26,6 +25,7 @@ import (
 // loaded is a model that is open.
 type loaded struct {
 	*checkpoint.Checkpoint
+	name      string          // by which clients ask for it
 	tokenizer *text.Tokenizer // nil when the model has none
 }
 
@@ -36,7 +36,7 @@ func (f modelFlags) open(log *slog.Logger) (*loaded, error) {
 		return nil, err
 	}
 	log.Info("model opened", "name", f.name(), "what", ck.String())
-	return &loaded{Checkpoint: ck}, nil
+	return &loaded{Checkpoint: ck, name: f.name()}, nil
 }
 
 // openText is open with the tokenizer, for frontends.
@@ -60,21 +60,25 @@ func (f modelFlags) openText(log *slog.Logger) (*loaded, error) {
 	return m, nil
 }
 
-// newFrontend makes the HTTP server of a model behind a coordinator's client.
-func newFrontend(m *loaded, name string, output outputFlags, seed *uint64, keys frontend.APIKeys, client *coordinator.Client, reg *prometheus.Registry, log *slog.Logger) (*frontend.Server, error) {
-	format, err := output.format(m.tokenizer)
+// frontendConfig is an HTTP server's configuration but for its backend and its metrics.
+func (f frontendFlags) frontendConfig(m *loaded, log *slog.Logger) (frontend.Config, error) {
+	keys, err := f.keys()
 	if err != nil {
-		return nil, err
+		return frontend.Config{}, err
+	}
+	format, err := f.format(m.tokenizer)
+	if err != nil {
+		return frontend.Config{}, err
 	}
 	log.Info("answers are read", "tool_parser", format.Tools(), "reasoning_parser", format.Reasoning())
 	c := frontend.Config{
-		Output: format, Backend: frontend.Native{Client: client}, Model: name, Seed: seed, Logger: log, Registry: reg, APIKeys: keys,
+		Output: format, Model: m.name, Seed: f.Seed, Logger: log, APIKeys: keys,
 		Limits: frontend.Limits{VocabSize: m.Spec.VocabSize},
 	}
 	if m.tokenizer != nil {
 		c.Tokenizer = frontend.NewTokenizer(m.tokenizer)
 	}
-	return frontend.New(c)
+	return c, nil
 }
 
 // maxEngines bounds the engines of one process: each has threads, a KV pool and a connection of its own.

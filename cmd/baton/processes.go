@@ -10,6 +10,7 @@ import (
 
 	"baton/coordinator"
 	"baton/engine"
+	"baton/frontend"
 	"baton/layout"
 	"baton/transfer/shm"
 	"baton/wire"
@@ -63,6 +64,7 @@ func (c *coordinatorCmd) Run(env *environment) error {
 		}
 		return nil
 	})
+	env.started()
 	fmt.Fprintf(env.stdout, "coordinator at %s\n", listener.Addr())
 	return group.Wait()
 }
@@ -73,7 +75,7 @@ type engineCmd struct {
 	engineFlags
 	tlsFlags
 	Role         string `enum:"prefill,decode,both" default:"both" help:"What the engine does: ${enum}."`
-	Coordinator  string `default:"127.0.0.1:7000" placeholder:"ADDR" help:"Address of the coordinator."`
+	Coordinator  string `default:"127.0.0.1:7000" placeholder:"ADDR" help:"Address of the coordinator. Default: ${default}."`
 	Name         string `placeholder:"NAME" help:"Name of the engine, unique at its coordinator. Default: the role and a random number."`
 	DP           int    `name:"dp" default:"1" help:"Data-parallel engines in this process."`
 	TransferHost string `default:"127.0.0.1" placeholder:"HOST" help:"Address at which other hosts reach this one's KV (tcp, tcp-push)."`
@@ -118,6 +120,7 @@ func (c *engineCmd) Run(env *environment) error {
 		}
 		list = append(list, e)
 	}
+	env.started()
 	group, ctx := errgroup.WithContext(env.ctx)
 	group.Go(func() error {
 		return runEngines(ctx, list, func(ctx context.Context, hello wire.Connect) (*wire.Conn, error) {
@@ -143,12 +146,9 @@ func (c *engineCmd) engineName(dp int) string {
 // frontendCmd is the HTTP frontend alone.
 type frontendCmd struct {
 	modelFlags
-	outputFlags
+	frontendFlags
 	tlsFlags
-	keyFlags
-	Coordinator string  `default:"127.0.0.1:7000" placeholder:"ADDR" help:"Address of the coordinator."`
-	Listen      string  `default:"127.0.0.1:8000" help:"Address of the HTTP frontend."`
-	Seed        *uint64 `placeholder:"N" help:"Makes the random seeds of requests that bring none repeatable."`
+	Coordinator string `default:"127.0.0.1:7000" placeholder:"ADDR" help:"Address of the coordinator. Default: ${default}."`
 }
 
 func (c *frontendCmd) Run(env *environment) error {
@@ -159,33 +159,47 @@ func (c *frontendCmd) Run(env *environment) error {
 	if err := sec.permit("--coordinator", c.Coordinator); err != nil {
 		return err
 	}
-	keys, err := c.keys()
-	if err != nil {
-		return err
-	}
-	model, err := c.openText(env.log)
-	if err != nil {
-		return err
-	}
-	defer model.Close()
 	listener, url, err := sec.listenHTTP("--listen", c.Listen)
 	if err != nil {
 		return err
 	}
 	defer listener.Close()
-	client, err := coordinator.Dial(env.ctx, c.Coordinator, coordinator.ClientConfig{
+	model, err := c.openText(env.log)
+	if err != nil {
+		return err
+	}
+	defer model.Close()
+	config, err := c.frontendConfig(model, env.log)
+	if err != nil {
+		return err
+	}
+	client := coordinator.Open(c.Coordinator, coordinator.ClientConfig{
 		Name: "frontend " + listener.Addr().String(), Logger: env.log, Wire: sec.client(),
+		Model: model.name, Fingerprint: model.Fingerprint(),
 	})
-	if err != nil {
-		return err
-	}
 	defer client.Close()
-	server, err := newFrontend(model, c.name(), c.outputFlags, c.Seed, keys, client, newRegistry(), env.log)
+	config.Backend, config.Registry = frontend.Native{Client: client}, newRegistry()
+	server, err := frontend.New(config)
 	if err != nil {
 		return err
 	}
+	env.started()
 	fmt.Fprintf(env.stdout, "frontend at %s\n", url)
-	return server.Run(env.ctx, listener)
+	group, ctx := errgroup.WithContext(env.ctx)
+	ctx, stop := context.WithCancel(ctx)
+	group.Go(func() error {
+		defer stop()
+		return server.Run(ctx, listener)
+	})
+	group.Go(func() error { // a refusal of the first connection is final
+		select {
+		case <-client.Done():
+			return client.Err()
+		case <-ctx.Done():
+			return nil
+		}
+	})
+	return group.Wait()
 }
 
 // sleep waits a moment between two looks at something.

@@ -9,6 +9,7 @@ import (
 
 	"baton/coordinator"
 	"baton/engine"
+	"baton/frontend"
 	"baton/layout"
 	"baton/wire"
 )
@@ -19,13 +20,10 @@ type serveCmd struct {
 	modelFlags
 	engineFlags
 	coordinatorFlags
-	outputFlags
+	frontendFlags
 	certFlags
-	keyFlags
-	Listen string  `default:"127.0.0.1:8000" help:"Address of the HTTP frontend."`
-	Shards string  `aliases:"inference-shards" default:"tp=1,dp=1,role=prefill+tp=1,dp=1,role=decode" help:"Engines, as in \"tp=1,dp=2,role=prefill+tp=1,dp=2,role=decode\"; without roles they are colocated."`
-	Seed   *uint64 `placeholder:"N" help:"Makes the random seeds of requests that bring none repeatable."`
-	Ask    string  `placeholder:"QUESTION" help:"Ask the model a question once it is up, and show the answer."`
+	Shards string `aliases:"inference-shards" default:"tp=1,dp=1,role=prefill+tp=1,dp=1,role=decode" help:"Engines, as in \"tp=1,dp=2,role=prefill+tp=1,dp=2,role=decode\"; without roles they are colocated."`
+	Ask    string `placeholder:"QUESTION" help:"Ask the model a question once it is up, and show the answer."`
 }
 
 func (c *serveCmd) Run(env *environment) error {
@@ -37,11 +35,6 @@ func (c *serveCmd) Run(env *environment) error {
 	if err != nil {
 		return err
 	}
-	keys, err := c.keys()
-	if err != nil {
-		return err
-	}
-	self := sec.selfClient(ownKey(&keys))
 	listener, url, err := sec.listenHTTP("--listen", c.Listen)
 	if err != nil {
 		return err
@@ -52,6 +45,11 @@ func (c *serveCmd) Run(env *environment) error {
 		return err
 	}
 	defer model.Close()
+	front, err := c.frontendConfig(model, env.log)
+	if err != nil {
+		return err
+	}
+	self := sec.selfClient(ownKey(&front.APIKeys))
 	core, err := c.coordinatorFlags.config()
 	if err != nil {
 		return err
@@ -69,6 +67,7 @@ func (c *serveCmd) Run(env *environment) error {
 	if err != nil {
 		return err
 	}
+	env.started()
 	group, ctx := errgroup.WithContext(env.ctx)
 	fleet, stopFleet := context.WithCancel(context.WithoutCancel(env.ctx)) // ends after the frontend has drained
 	defer stopFleet()
@@ -80,7 +79,8 @@ func (c *serveCmd) Run(env *environment) error {
 		return err
 	}
 	defer client.Close()
-	server, err := newFrontend(model, c.name(), c.outputFlags, c.Seed, keys, client, reg, env.log)
+	front.Backend, front.Registry = frontend.Native{Client: client}, reg
+	server, err := frontend.New(front)
 	if err != nil {
 		return err
 	}
