@@ -36,6 +36,7 @@ type Checkpoint struct {
 // source is an opened container of tensors.
 type source interface {
 	Tensor(name string) (tensor.Tensor, bool)
+	Tensors() []tensor.Tensor // by name
 	Close() error
 }
 
@@ -111,10 +112,15 @@ func (w *Weights) each(f func(tensor.Tensor)) {
 		for _, t := range []tensor.Tensor{
 			l.InputNorm, l.PostNorm, l.Q, l.K, l.V, l.O, l.QBias, l.KBias, l.VBias, l.OBias,
 			l.QNorm, l.KNorm, l.Gate, l.Up, l.Down, l.GateBias, l.UpBias, l.DownBias, l.Router,
+			l.QDown, l.QDownBias, l.QDownNorm, l.KVDown, l.KVDownBias, l.KVDownNorm, l.RouterBias,
 		} {
 			visit(t)
 		}
-		for _, e := range l.Experts {
+		for i := range l.KUp {
+			visit(l.KUp[i])
+			visit(l.VUp[i])
+		}
+		for _, e := range append(l.Experts[:len(l.Experts):len(l.Experts)], l.Shared) {
 			visit(e.Gate)
 			visit(e.Up)
 			visit(e.Down)
@@ -133,7 +139,11 @@ func (c *Checkpoint) finish(rope ropeParams, n names, has optional) error {
 		return c.problem(n.config, err)
 	}
 	c.Spec.Rope.Frequencies, c.Spec.Rope.Scale = frequencies, float32(rope.attention)
-	rope.attention = math.Round(rope.attention*1e6) / 1e6 // the last bits of a logarithm differ between CPUs
+	if c.Spec.Latent.Rank > 0 {
+		c.Spec.Latent.Scale = float32(rope.scores / math.Sqrt(float64(c.Spec.HeadDim)))
+	}
+	round := func(v float64) float64 { return math.Round(v*1e6) / 1e6 } // the last bits of a logarithm differ between CPUs
+	rope.attention, rope.scores = round(rope.attention), round(rope.scores)
 	c.identity = fmt.Sprintf("%+v", rope)
 	if err := c.Spec.check(); err != nil {
 		return c.problem(n.config, err)

@@ -297,7 +297,7 @@ func TestConfigRefusals(t *testing.T) {
 		"yarn betas":        {scaling(config{"rope_type": "yarn", "factor": 8, "beta_fast": 1, "beta_slow": 2}), tensor.ErrMalformed, "beta_fast: is 1"},
 		"yarn original":     {scaling(config{"rope_type": "yarn", "factor": 8, "original_max_position_embeddings": -1}), tensor.ErrMalformed, "rope original: is -1"},
 		"attention factor":  {scaling(config{"rope_type": "yarn", "factor": 8, "attention_factor": -1}), tensor.ErrMalformed, "rope attention factor: is -1"},
-		"theta":             {config{"rope_theta": 1}, tensor.ErrMalformed, "rope base (theta): is 1"},
+		"theta":             {config{"rope_theta": 1}, tensor.ErrMalformed, "rope_theta: is 1; it must be over 1"},
 		"vanishing":         {scaling(config{"type": "linear", "factor": 1e300}).with(config{"rope_theta": 1e300}), tensor.ErrMalformed, "gets frequency 0"},
 		"odd head":          {config{"head_dim": 7}, tensor.ErrMalformed, "rope dimensions: are 7"},
 		"head not given":    {config{"head_dim": nil, "hidden_size": 9}, tensor.ErrMalformed, "num_attention_heads: is 4, which does not divide hidden_size 9"},

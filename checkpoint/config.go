@@ -42,9 +42,11 @@ type hfConfig struct {
 	NumLocalExperts     *int  `json:"num_local_experts"`
 	NumExpertsPerTok    int   `json:"num_experts_per_tok"`
 	MoEIntermediateSize int   `json:"moe_intermediate_size"`
-	NormTopKProb        bool  `json:"norm_topk_prob"`
+	NormTopKProb        *bool `json:"norm_topk_prob"`
 	DecoderSparseStep   *int  `json:"decoder_sparse_step"`
 	MLPOnlyLayers       []int `json:"mlp_only_layers"`
+
+	hfDeepSeek
 
 	// transformers 5 has rope_parameters, theta included; 4 has rope_theta beside rope_scaling.
 	RopeParameters      *hfRope  `json:"rope_parameters"`
@@ -206,6 +208,9 @@ func openFolder(path string) (*Checkpoint, error) {
 	}
 	n := hfNames
 	n.config = configPath
+	if f.latent {
+		has.routerBias, has.mtp = always, true
+	}
 	if err := c.finish(rope, n, has); err != nil {
 		return nil, errors.Join(err, c.Close())
 	}
@@ -249,7 +254,8 @@ func openWeights(folder string) (*tensor.Safetensors, error) {
 	return nil, problemf(tensor.ErrMissing, folder, "model.safetensors", "is not in the folder, and no model.safetensors.index.json either")
 }
 
-func hfName(f family) string { return f.name }
+func hfName(f family) string   { return f.name }
+func ggufName(f family) string { return f.gguf }
 
 // family names the family, by model_type or, in a config without one, by architecture.
 func (h *hfConfig) family() (family, error) {
@@ -279,31 +285,40 @@ func (h *hfConfig) spec(f family) (Spec, ropeParams, error) {
 		Intermediate: h.IntermediateSize, NormEps: 1e-6, MaxPositions: h.MaxPositionEmbeddings,
 		QKNorm: f.qkNorm, TiedHead: h.TieWordEmbeddings,
 	}
-	if h.NumKeyValueHeads != nil {
-		s.KVHeads = *h.NumKeyValueHeads
-	}
 	if h.RMSNormEps != nil {
 		s.NormEps = float32(*h.RMSNormEps)
 	}
-	if h.HeadDim != nil {
-		s.HeadDim = *h.HeadDim
-	} else if s.HeadDim == 0 {
-		if s.Heads < 1 || s.HiddenSize%s.Heads != 0 {
-			return s, ropeParams{}, malformed("num_attention_heads", "is %d, which does not divide hidden_size %d, and head_dim is not given", s.Heads, s.HiddenSize)
-		}
-		s.HeadDim = s.HiddenSize / s.Heads
+	read, rotated := h.ordinary, &s.HeadDim
+	if f.latent {
+		read, rotated = h.deepSeek, &s.Latent.Rope
 	}
-	if f.experts {
-		var err error
-		if s.Experts, err = h.experts(); err != nil {
-			return s, ropeParams{}, err
-		}
+	if err := read(f, &s); err != nil {
+		return s, ropeParams{}, err
 	}
-	rope, err := h.rope(s.HeadDim)
+	rope, err := h.rope(*rotated)
 	if rope.kind == "yarn" { // some configs keep the length before stretching
 		s.MaxPositions = stretched(s.MaxPositions, rope)
 	}
 	return s, rope, err
+}
+
+// ordinary reads the heads and experts of the families before DeepSeek's.
+func (h *hfConfig) ordinary(f family, s *Spec) (err error) {
+	if h.NumKeyValueHeads != nil {
+		s.KVHeads = *h.NumKeyValueHeads
+	}
+	switch {
+	case h.HeadDim != nil:
+		s.HeadDim = *h.HeadDim
+	case s.HeadDim == 0 && (s.Heads < 1 || s.HiddenSize%s.Heads != 0):
+		return malformed("num_attention_heads", "is %d, which does not divide hidden_size %d, and head_dim is not given", s.Heads, s.HiddenSize)
+	case s.HeadDim == 0:
+		s.HeadDim = s.HiddenSize / s.Heads
+	}
+	if f.experts {
+		s.Experts, err = h.experts()
+	}
+	return err
 }
 
 // stretched is how long a sequence yarn makes possible, where the file's own limit may be from before.
@@ -319,6 +334,9 @@ const defaultWindowLayers = 28
 
 // refuse names what a supported family can have in its config but this program does not do.
 func (h *hfConfig) refuse() error {
+	if h.Quantization != nil && h.Quantization.Method == "fp8" {
+		return unsupported("quantization_config", "says that the weights are fp8, which is not supported; convert the checkpoint to bf16")
+	}
 	if h.Quantization != nil {
 		return unsupported("quantization_config", "method %q is not supported; use the unquantised checkpoint or a GGUF file", h.Quantization.Method)
 	}
@@ -342,9 +360,9 @@ func (h *hfConfig) refuse() error {
 
 // rope reads both spellings. Where a config has both, transformers lets rope_scaling win.
 func (h *hfConfig) rope(headDim int) (ropeParams, error) {
-	r := h.RopeParameters
+	r, where := h.RopeParameters, "rope_parameters"
 	if h.RopeScaling != nil {
-		r = h.RopeScaling
+		r, where = h.RopeScaling, "rope_scaling"
 	}
 	if r == nil {
 		r = &hfRope{}
@@ -353,7 +371,7 @@ func (h *hfConfig) rope(headDim int) (ropeParams, error) {
 		return ropeParams{}, unsupported("rope_parameters", "differ by layer type, which is not supported")
 	}
 	p := ropeParams{
-		kind: "default", base: 10000, dims: headDim, attention: 1, original: float64(h.MaxPositionEmbeddings),
+		kind: "default", base: 10000, dims: headDim, attention: 1, scores: 1, original: float64(h.MaxPositionEmbeddings),
 		lowFactor: r.LowFreqFactor, highFactor: r.HighFreqFactor, betaFast: 32, betaSlow: 1, truncate: true,
 	}
 	for _, kind := range []string{r.Type, r.RopeType} {
@@ -363,6 +381,9 @@ func (h *hfConfig) rope(headDim int) (ropeParams, error) {
 	}
 	for _, theta := range []*float64{h.RopeTheta, r.RopeTheta} {
 		set(&p.base, theta)
+	}
+	if !(p.base > 1) {
+		return p, malformed("rope_theta", "is %g; it must be over 1", p.base)
 	}
 	for _, part := range []*float64{h.PartialRotaryFactor, r.PartialRotaryFactor} {
 		if part != nil && *part != 1 {
@@ -374,7 +395,14 @@ func (h *hfConfig) rope(headDim int) (ropeParams, error) {
 	}
 	set(&p.factor, r.Factor)
 	if p.kind == "yarn" {
+		if r.Factor != nil && !(*r.Factor >= 1) {
+			return p, malformed(where+".factor", "is %g; yarn stretches, so it must be at least 1", *r.Factor)
+		}
 		h.yarn(&p, r)
+	}
+	if p.kind != "default" && r.MScaleAllDim != 0 {
+		m := yarnAttention(p.factor, r.MScaleAllDim)
+		p.scores = m * m
 	}
 	return p, nil
 }

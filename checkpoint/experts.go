@@ -2,6 +2,7 @@ package checkpoint
 
 import (
 	"fmt"
+	"math"
 	"slices"
 
 	"baton/tensor"
@@ -14,6 +15,9 @@ type expertNames struct {
 	router                             string
 	gate, up, down                     string
 	allGate, allUp, allGateUp, allDown string
+
+	bias   string // of the router, added for the choice
+	shared string // what the names of the MLP of all tokens start with
 }
 
 func (e *Experts) check() error {
@@ -32,6 +36,30 @@ func (e *Experts) check() error {
 			return malformed(f.what, "is %d; it must lie in 1 to %d", f.value, f.max)
 		}
 	}
+	if e.Shared > maxWidth {
+		return malformed("width of the shared experts", "is %d; it must be at most %d", e.Shared, maxWidth)
+	}
+	if e.Scale != 0 && !(e.Scale > 0 && e.Scale < math.MaxFloat32) {
+		return malformed("routed scaling factor", "is %g; it must be a positive number", e.Scale)
+	}
+	return e.checkGroups()
+}
+
+// checkGroups makes sure that a token finds its experts in the groups it is limited to. Groups are compared by
+// their two best.
+func (e *Experts) checkGroups() error {
+	const field = "number of expert groups"
+	switch {
+	case e.Groups == 0:
+	case e.Count%e.Groups != 0:
+		return malformed(field, "is %d, which does not divide the %d experts", e.Groups, e.Count)
+	case e.TopGroups < 1 || e.TopGroups > e.Groups:
+		return malformed("number of expert groups per token", "is %d; it must lie in 1 to %d", e.TopGroups, e.Groups)
+	case e.TopGroups < e.Groups && e.Count/e.Groups < 2:
+		return malformed(field, "is %d for %d experts; a group must have two at least", e.Groups, e.Count)
+	case e.TopK > e.TopGroups*(e.Count/e.Groups):
+		return malformed("number of experts per token", "is %d; %d groups of %d have fewer", e.TopK, e.TopGroups, e.Count/e.Groups)
+	}
 	return nil
 }
 
@@ -48,7 +76,7 @@ func sparseLayers(layers int, sparse func(layer int) bool) []bool {
 // experts reads what config.json says of them: every decoder_sparse_step-th layer has experts, but for
 // those in mlp_only_layers.
 func (h *hfConfig) experts() (Experts, error) {
-	e := Experts{TopK: h.NumExpertsPerTok, Intermediate: h.MoEIntermediateSize, Normalize: h.NormTopKProb}
+	e := Experts{TopK: h.NumExpertsPerTok, Intermediate: h.MoEIntermediateSize, Normalize: h.NormTopKProb != nil && *h.NormTopKProb}
 	for _, n := range []*int{h.NumLocalExperts, h.NumExperts} {
 		if n != nil {
 			e.Count = *n

@@ -1,19 +1,18 @@
 package checkpoint
 
-import (
-	"strings"
-)
+import "strings"
 
 // family is what sets one line of models apart from the others, beyond its numbers.
 type family struct {
 	name         string // also config.json's model_type
-	gguf         string // GGUF's general.architecture
+	gguf         string // GGUF's general.architecture; empty where only folders are read
 	architecture string // the class that config.json names
 	qkvBias      bool   // query, key and value have biases whatever attention_bias says
 	qkNorm       bool
 	headDim      int  // when config.json has none; 0 derives it from the hidden size
 	interleaved  bool // GGUF stores query and key rows for interleaved RoPE
 	experts      bool // some layers are mixtures of experts
+	latent       bool // multi-head latent attention, and experts as DeepSeek-V3 has them
 }
 
 var families = []family{
@@ -21,14 +20,17 @@ var families = []family{
 	{name: "qwen2", gguf: "qwen2", architecture: "Qwen2ForCausalLM", qkvBias: true},
 	{name: "qwen3", gguf: "qwen3", architecture: "Qwen3ForCausalLM", qkNorm: true, headDim: 128},
 	{name: "qwen3_moe", gguf: "qwen3moe", architecture: "Qwen3MoeForCausalLM", qkNorm: true, headDim: 128, experts: true},
+	{name: "deepseek_v3", architecture: "DeepseekV3ForCausalLM", experts: true, latent: true},
 }
 
 // findFamily looks a family up by the name that field holds; called says how the format calls a family.
 func findFamily(field, name string, called func(family) string) (family, error) {
-	known := make([]string, len(families))
-	for i, f := range families {
-		known[i] = called(f)
-		if known[i] == name {
+	var known []string
+	for _, f := range families {
+		if called(f) == "" {
+			continue
+		}
+		if known = append(known, called(f)); called(f) == name {
 			return f, nil
 		}
 	}
@@ -67,6 +69,9 @@ func (s *Spec) check() error {
 	}
 	if s.Heads%s.KVHeads != 0 {
 		return malformed("number of key/value heads", "is %d, which does not divide the %d attention heads", s.KVHeads, s.Heads)
+	}
+	if err := s.Latent.check(); err != nil {
+		return err
 	}
 	if err := s.Experts.check(); err != nil {
 		return err

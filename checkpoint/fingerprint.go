@@ -22,7 +22,7 @@ const (
 func (c *Checkpoint) Fingerprint() string {
 	h := sha256.New()
 	s := c.Spec
-	s.Rope.Frequencies, s.Rope.Scale = nil, 0 // computed; identity has what they were computed from
+	s.Rope.Frequencies, s.Rope.Scale, s.Latent.Scale = nil, 0, 0 // computed; identity has what they were computed from
 	fmt.Fprintf(h, "%s\n%+v\n%s\n", c.Format(), s, c.identity)
 	samples := samplesPerTensor
 	if s.Experts.Count > 0 {

@@ -25,7 +25,7 @@ func (c *Checkpoint) fromGGUF() error {
 	if err != nil {
 		return err
 	}
-	f, err := findFamily("general.architecture", architecture, func(f family) string { return f.gguf })
+	f, err := findFamily("general.architecture", architecture, ggufName)
 	if err != nil {
 		return c.problem("", err)
 	}
@@ -149,7 +149,7 @@ func (m *ggufMetadata) rope(headDim, positions int) ropeParams {
 		kind: "linear", base: m.number("rope.freq_base", &base), dims: m.uniform("rope.dimension_count", &headDim),
 		original: m.number("rope.scaling.original_context_length", &original), truncate: true,
 		betaFast: m.number("rope.scaling.yarn_beta_fast", &fast), betaSlow: m.number("rope.scaling.yarn_beta_slow", &slow),
-		attention: m.number("rope.scaling.attn_factor", &one),
+		attention: m.number("rope.scaling.attn_factor", &one), scores: 1,
 	}
 	scale := m.number("rope.scale_linear", &zero) // the key that factor replaced
 	if p.factor = m.number("rope.scaling.factor", &scale); p.factor == 0 {

@@ -3,6 +3,8 @@ package checkpoint
 import (
 	"bytes"
 	"fmt"
+	"strconv"
+	"strings"
 
 	"baton/tensor"
 )
@@ -11,22 +13,29 @@ import (
 type names struct {
 	config                   string // the file that Spec's numbers came from; empty for the weights' own
 	embed, norm, head, layer string
+	mtp                      string // a tensor of the layers that predict further tokens, and of no other
 	inputNorm, postNorm      string
+	latent                   latentNames
 	q, k, v, o, qNorm, kNorm string
 	gate, up, down           string
 	experts                  expertNames
 }
 
 var hfNames = names{
-	embed: "model.embed_tokens", norm: "model.norm", head: "lm_head", layer: "model.layers.%d.",
+	embed: "model.embed_tokens", norm: "model.norm", head: "lm_head", layer: "model.layers.%d.", mtp: "eh_proj.weight",
 	inputNorm: "input_layernorm", postNorm: "post_attention_layernorm",
 	q: "self_attn.q_proj", k: "self_attn.k_proj", v: "self_attn.v_proj", o: "self_attn.o_proj",
 	qNorm: "self_attn.q_norm", kNorm: "self_attn.k_norm",
+	latent: latentNames{
+		qDown: "self_attn.q_a_proj", qDownNorm: "self_attn.q_a_layernorm", q: "self_attn.q_b_proj",
+		kvDown: "self_attn.kv_a_proj_with_mqa", kvDownNorm: "self_attn.kv_a_layernorm", kvUp: "self_attn.kv_b_proj",
+	},
 	gate: "mlp.gate_proj", up: "mlp.up_proj", down: "mlp.down_proj",
 	experts: expertNames{
 		router: "mlp.gate",
 		gate:   "mlp.experts.%d.gate_proj", up: "mlp.experts.%d.up_proj", down: "mlp.experts.%d.down_proj",
 		allGateUp: "mlp.experts.gate_up_proj", allDown: "mlp.experts.down_proj",
+		bias: "mlp.gate.e_score_correction_bias", shared: "mlp.shared_experts.",
 	},
 }
 
@@ -52,7 +61,10 @@ const (
 )
 
 // optional is about the tensors that some models of a family lack.
-type optional struct{ qkvBias, outBias, mlpBias presence }
+type optional struct {
+	qkvBias, outBias, mlpBias, routerBias presence
+	mtp                                   bool // layers behind the last may be there to predict further tokens
+}
 
 // loader looks tensors up and checks their shapes; the first problem sticks.
 type loader struct {
@@ -71,6 +83,7 @@ func (c *Checkpoint) load(n names, has optional) error {
 		w.Layers = append(w.Layers, l.layer(s, n, i, has))
 	}
 	l.head(s, w, n.head)
+	l.strays(n, s.Layers, has.mtp)
 	if l.err != nil {
 		return l.err
 	}
@@ -80,28 +93,20 @@ func (c *Checkpoint) load(n names, has optional) error {
 
 func (l *loader) layer(s *Spec, n names, i int, has optional) Layer {
 	at := func(name string) string { return fmt.Sprintf(n.layer, i) + name }
-	queries, keys := s.Heads*s.HeadDim, s.KVHeads*s.HeadDim
-	qkNorm := never
-	if s.QKNorm {
-		qkNorm = always
-	}
 	out := Layer{
 		InputNorm: l.vector(at(n.inputNorm), s.HiddenSize, always),
 		PostNorm:  l.vector(at(n.postNorm), s.HiddenSize, always),
-		Q:         l.matrix(at(n.q), queries, s.HiddenSize),
-		K:         l.matrix(at(n.k), keys, s.HiddenSize),
-		V:         l.matrix(at(n.v), keys, s.HiddenSize),
-		O:         l.matrix(at(n.o), s.HiddenSize, queries),
-		QBias:     l.bias(at(n.q), queries, has.qkvBias),
-		KBias:     l.bias(at(n.k), keys, has.qkvBias),
-		VBias:     l.bias(at(n.v), keys, has.qkvBias),
-		OBias:     l.bias(at(n.o), s.HiddenSize, has.outBias),
-		QNorm:     l.vector(at(n.qNorm), s.HeadDim, qkNorm),
-		KNorm:     l.vector(at(n.kNorm), s.HeadDim, qkNorm),
+	}
+	if s.Latent.Rank > 0 {
+		l.latent(&out, s, n, at, has)
+	} else {
+		l.attention(&out, s, n, at, has)
 	}
 	if s.Sparse(i) {
 		out.Router = l.matrix(at(n.experts.router), s.Experts.Count, s.HiddenSize)
+		out.RouterBias = l.row(at(n.experts.bias), s.Experts.Count, has.routerBias)
 		out.Experts = l.experts(s, n.experts, at)
+		out.Shared = l.shared(s, n, at)
 		return out
 	}
 	out.Gate = l.matrix(at(n.gate), s.Intermediate, s.HiddenSize)
@@ -111,6 +116,47 @@ func (l *loader) layer(s *Spec, n names, i int, has optional) Layer {
 	out.UpBias = l.bias(at(n.up), s.Intermediate, has.mlpBias)
 	out.DownBias = l.bias(at(n.down), s.HiddenSize, has.mlpBias)
 	return out
+}
+
+func (l *loader) attention(out *Layer, s *Spec, n names, at func(string) string, has optional) {
+	queries, keys := s.Heads*s.HeadDim, s.KVHeads*s.HeadDim
+	qkNorm := never
+	if s.QKNorm {
+		qkNorm = always
+	}
+	out.Q = l.matrix(at(n.q), queries, s.HiddenSize)
+	out.K = l.matrix(at(n.k), keys, s.HiddenSize)
+	out.V = l.matrix(at(n.v), keys, s.HiddenSize)
+	out.O = l.matrix(at(n.o), s.HiddenSize, queries)
+	out.QBias = l.bias(at(n.q), queries, has.qkvBias)
+	out.KBias = l.bias(at(n.k), keys, has.qkvBias)
+	out.VBias = l.bias(at(n.v), keys, has.qkvBias)
+	out.OBias = l.bias(at(n.o), s.HiddenSize, has.outBias)
+	out.QNorm = l.vector(at(n.qNorm), s.HeadDim, qkNorm)
+	out.KNorm = l.vector(at(n.kNorm), s.HeadDim, qkNorm)
+}
+
+// strays refuses a file with more layers than its config has, but for those that predict further tokens, which
+// nothing here runs: such a layer starts by projecting the last layer's output beside the next token's
+// embedding.
+func (l *loader) strays(n names, layers int, mtp bool) {
+	before, behind, _ := strings.Cut(n.layer, "%d")
+	if l.err != nil {
+		return
+	}
+	for _, t := range l.source.Tensors() {
+		rest, ok := strings.CutPrefix(t.Name, before)
+		number, _, layer := strings.Cut(rest, behind)
+		i, err := strconv.Atoi(number)
+		if !ok || !layer || err != nil || i < layers {
+			continue
+		}
+		if _, predicts := l.source.Tensor(fmt.Sprintf(n.layer, i) + n.mtp); mtp && predicts {
+			continue
+		}
+		l.err = problemf(tensor.ErrMalformed, l.path, fmt.Sprintf("tensor %q", t.Name), "is of layer %d, but the model is said to have %d layers; does the config belong to these weights?", i, layers)
+		return
+	}
 }
 
 // head finds the output matrix. A file without one is tied whatever its config says; one that claims to

@@ -15,6 +15,7 @@ type ropeParams struct {
 	truncate              bool    // yarn: round that range outwards to whole pairs
 
 	attention float64   // multiplies cos and sin
+	scores    float64   // multiplies the scores of latent attention, beside 1/√dimensions
 	divisors  []float32 // GGUF's rope_freqs, one a pair; nil for none
 }
 
@@ -121,10 +122,15 @@ func (p ropeParams) check() error {
 		}
 	}
 	switch {
+	case p.kind == "yarn" && p.factor < 1:
+		return malformed("rope factor", "is %g; yarn stretches, so it must be at least 1", p.factor)
 	case p.kind == "llama3" && !(p.lowFactor > 0 && p.highFactor > p.lowFactor):
 		return malformed("rope high_freq_factor", "is %g; it must be over low_freq_factor, which is %g, and that over 0", p.highFactor, p.lowFactor)
 	case p.kind == "yarn" && !(p.betaSlow > 0 && p.betaFast >= p.betaSlow):
 		return malformed("rope beta_fast", "is %g; it must be at least beta_slow, which is %g, and that over 0", p.betaFast, p.betaSlow)
 	}
-	return positive("rope attention factor", p.attention)
+	if err := positive("rope attention factor", p.attention); err != nil {
+		return err
+	}
+	return positive("rope mscale_all_dim's factor on scores", p.scores)
 }
