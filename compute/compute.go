@@ -8,7 +8,11 @@
 // a cache block is, or how many threads ran.
 package compute
 
-import "baton/tensor"
+import (
+	"cmp"
+
+	"baton/tensor"
+)
 
 // Tile is the number of cached tokens that attention folds at a time, in order of position. A cache
 // block is a multiple of it, so block size cannot change a result.
@@ -62,11 +66,12 @@ type Weight interface {
 }
 
 // KV describes a paged key/value cache in one Buffer, laid out [block][layer][plane][head][token][dim]
-// with planes k and v.
+// with planes k and v. A latent cache has plane k alone: a value is the first numbers of its key.
 type KV struct {
 	Buf       Buffer
 	Blocks    int
 	Layers    int
+	Planes    int // 2, or 1 for a latent cache; 0 means 2
 	Heads     int // KV heads
 	HeadDim   int
 	BlockSize int          // tokens a block, a multiple of Tile
@@ -75,7 +80,7 @@ type KV struct {
 
 // BlockBytes is the size of one block over all layers, planes and heads: one contiguous run.
 func (kv KV) BlockBytes() int {
-	return kv.DType.RowBytes(kv.Layers * 2 * kv.Heads * kv.BlockSize * kv.HeadDim)
+	return kv.DType.RowBytes(kv.Layers * cmp.Or(kv.Planes, 2) * kv.Heads * kv.BlockSize * kv.HeadDim)
 }
 
 // Sequence says which rows of a batch belong to one request and where its cache is.
@@ -104,18 +109,25 @@ type Experts interface {
 	DType() tensor.DType
 }
 
-// Router says how logits become a token's experts: a softmax over all of them, of which the largest count,
-// and of equals the first. An expert's weight is its probability.
+// Router says how logits become a token's experts. Scores are a softmax over all of them, or the sigmoid of
+// each; the experts with the largest scores are chosen, and of equals the first. An expert's weight is its
+// score.
 type Router struct {
-	Normalize bool // divide each weight by the sum of the token's weights
+	Sigmoid bool
+	Bias    Weight // nil, or a vector that is added to the scores for the choice alone
+	// Groups cuts the experts into so many runs of equal length. Only experts of the TopGroups best runs are
+	// chosen, of equals the first; a run's score is the sum of its two best experts'. 0 means 1.
+	Groups, TopGroups int
+	Normalize         bool    // divide each weight by the sum of the token's weights
+	Scale             float32 // then multiply it by this; 0 means 1
 }
 
 // Backend is one device with one ordered stream. It is used by one goroutine at a time.
 type Backend interface {
 	// Load makes a checkpoint tensor usable by the device. The tensor's bytes must outlive the Weight.
 	Load(t tensor.Tensor) (Weight, error)
-	// LoadExperts makes the same matrix of the experts from number first on usable; all have one shape and one
-	// type.
+	// LoadExperts makes the same matrix of the experts from number first on usable, or of heads for MatMulHeads;
+	// all have one shape and one type.
 	LoadExperts(first int, ts []tensor.Tensor) (Experts, error)
 	// Alloc returns zeroed device memory.
 	Alloc(bytes int) (Buffer, error)
@@ -133,14 +145,18 @@ type Backend interface {
 	RMSNorm(dst, src Mat, w Weight, eps float32)
 	// MatMul writes src × wᵀ as Linear says. w is [dst.Cols, src.Cols]; dst must not overlap src.
 	MatMul(dst, src Mat, w Weight, opt Linear)
-	// RotateHeads applies RoPE in place: x holds rows of heads side by side, each dim wide; row i is at
-	// positions[i].
+	// MatMulHeads multiplies row i of src with matrix i mod w.Count() of w: rows of heads, seen as Mat.Heads does.
+	// dst row = src row × wᵀ, or, transposed, src row × w. dst must not overlap src.
+	MatMulHeads(dst, src Mat, w Experts, transposed bool)
+	// RotateHeads applies RoPE in place: x holds rows of heads side by side, each dim wide. It has as many
+	// rows for each position; n of them for positions[0] come first.
 	RotateHeads(x Mat, dim int, rope Buffer, positions []int32)
 	// StoreKV writes rows of k and v for one layer into the cache; row i goes to slot[i] =
-	// block*BlockSize + offset.
+	// block*BlockSize + offset. For a cache of one plane v is the zero Mat.
 	StoreKV(kv KV, layer int, k, v Mat, slots []int32)
 	// Attention is causal grouped-query attention over the paged cache, which already holds the rows' own
-	// keys and values. q and dst are [rows, heads*headDim].
+	// keys and values. q is [rows, heads*headDim], and so is dst, unless the cache has one plane: then dst is
+	// [rows, heads*n], and values are the first n numbers of keys.
 	Attention(dst, q Mat, kv KV, layer int, seqs []Sequence, scale float32)
 	// SiLUMul writes silu(gate) * up. dst may be gate.
 	SiLUMul(dst, gate, up Mat)
@@ -164,9 +180,11 @@ type Backend interface {
 	// in a sum over ranks.
 	MatMulExperts(dst, src Mat, w Experts, routing Buffer, opt Linear)
 	// Combine adds to each row of dst the sum of a token's rows of src, [tokens*topK, n], multiplied by their
-	// weights and summed in order of decreasing weight. The first row of dst is that of token first.
+	// weights and summed in the order of choice, the best first. The first row of dst is that of token first.
 	Combine(dst, src Mat, routing Buffer, first int)
 
+	// Copy writes src to dst.
+	Copy(dst, src Mat)
 	// GatherRows copies src rows idx[i] to dst row i.
 	GatherRows(dst, src Mat, idx []int32)
 

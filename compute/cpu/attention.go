@@ -10,8 +10,12 @@ import (
 )
 
 // groupVectors is about how many query vectors (rows × query heads of one KV head) a piece folds
-// together, so that a tile of keys and values is read, and perhaps converted, once for all of them.
-const groupVectors = 48
+// together, so that a tile of keys and values is read, and perhaps converted, once for all of them. Of more
+// than groupHeads query heads of a KV head, as of a latent cache, several pieces take their share.
+const (
+	groupVectors = 48
+	groupHeads   = 16
+)
 
 // attendScratch is what one worker needs to fold groupVectors query vectors over the cache.
 type attendScratch struct {
@@ -62,8 +66,8 @@ func (a *attendScratch) fit(vectors, dim int) error {
 // pad rounds a number of floats up to whole cache lines.
 func pad(n int) int { return (n + 15) &^ 15 }
 
-// attentionTask is one Attention. A piece is a block of query rows of one sequence with the query heads
-// that share one KV head; each query vector folds its own tiles in order, so pieces are independent and
+// attentionTask is one Attention. A piece is a block of query rows of one sequence with query heads that
+// share one KV head; each query vector folds its own tiles in order, so pieces are independent and
 // the size of a block cannot change a bit.
 type attentionTask struct {
 	k         *kernels
@@ -73,6 +77,9 @@ type attentionTask struct {
 	cache     cache
 	seqs      []compute.Sequence
 	group     int // query heads a KV head
+	parts     int // pieces that share those
+	share     int // heads of each of them, but perhaps the last
+	values    int // numbers of a value; they are the first of a key when the cache has one plane
 	scale     float32
 	blocks    []rowBlock // kept between operations for its capacity
 }
@@ -95,7 +102,7 @@ func (b *Backend) Attention(dst, q compute.Mat, kv compute.KV, layer int, seqs [
 		return
 	}
 	s, ok := b.mat(op, "q", q)
-	if !ok || !b.sameShape(op, dst, q) {
+	if !ok || c.planes == 2 && !b.sameShape(op, dst, q) {
 		return
 	}
 	if q.Cols%(c.heads*c.dim) != 0 {
@@ -104,7 +111,15 @@ func (b *Backend) Attention(dst, q compute.Mat, kv compute.KV, layer int, seqs [
 	}
 	t := &b.attention
 	group := q.Cols / (c.heads * c.dim)
-	rows := max(1, groupVectors/group)
+	values := dst.Cols / (c.heads * group)
+	if values*c.heads*group != dst.Cols || values > c.dim || dst.Rows != q.Rows {
+		b.fail(op, "dst is [%d, %d] for q [%d, %d] of %d heads and values of up to %d", dst.Rows, dst.Cols, q.Rows, q.Cols, c.heads*group, c.dim)
+		return
+	}
+	parts := pieces(group, groupHeads)
+	share := pieces(group, parts)
+	parts = pieces(group, share)
+	rows := max(1, groupVectors/share)
 	t.blocks = t.blocks[:0]
 	for i := range seqs {
 		if why := checkSequence(&seqs[i], q.Rows, &c); why != "" {
@@ -117,13 +132,13 @@ func (b *Backend) Attention(dst, q compute.Mat, kv compute.KV, layer int, seqs [
 		}
 	}
 	for _, w := range b.workers {
-		if err := w.attend.fit(rows*group, c.dim); err != nil {
+		if err := w.attend.fit(rows*share, c.dim); err != nil {
 			b.fail(op, "workspace: %v", err)
 			return
 		}
 	}
-	*t = attentionTask{b.k, d, s, 4 * dst.Stride, 4 * q.Stride, c, seqs, group, scale, t.blocks}
-	b.pool.run(&b.boxes.attention, len(t.blocks)*c.heads)
+	*t = attentionTask{b.k, d, s, 4 * dst.Stride, 4 * q.Stride, c, seqs, group, parts, share, values, scale, t.blocks}
+	b.pool.run(&b.boxes.attention, len(t.blocks)*c.heads*parts)
 	*t = attentionTask{blocks: t.blocks[:0]}
 }
 
@@ -145,12 +160,15 @@ func checkSequence(s *compute.Sequence, rows int, c *cache) string {
 }
 
 func (t *attentionTask) run(w *scratch, piece int) {
+	part := piece % t.parts
+	piece /= t.parts
 	blk := t.blocks[piece/t.cache.heads]
 	head := piece % t.cache.heads
 	seq := &t.seqs[blk.seq]
 	a := &w.attend
-	dim, group := t.cache.dim, t.group
-	t.begin(a, seq.Row+blk.from, blk.rows, head)
+	dim, group := t.cache.dim, min(t.share, t.group-part*t.share)
+	query := head*t.group + part*t.share // the first of group query heads
+	t.begin(a, seq.Row+blk.from, blk.rows, query, group)
 	position := seq.Position + blk.from // of the block's first row
 	for start := 0; start < position+blk.rows; start += compute.Tile {
 		keys, values := t.tile(a, int(seq.Blocks[start/t.cache.block]), head, start%t.cache.block)
@@ -168,24 +186,24 @@ func (t *attentionTask) run(w *scratch, piece int) {
 		// Rows inside the tile see a part of it each; what they must not see is not touched at all.
 		full := min(blk.rows, max(first, start+compute.Tile-1-position))
 		for r := first; r < full; r++ {
-			t.weigh(a, values, r, r+1, position+r-start+1)
+			t.weigh(a, values, r*group, group, position+r-start+1)
 		}
 		if full < blk.rows {
-			t.weigh(a, values, full, blk.rows, compute.Tile)
+			t.weigh(a, values, full*group, (blk.rows-full)*group, compute.Tile)
 		}
 	}
-	t.end(a, seq.Row+blk.from, blk.rows, head)
+	t.end(a, seq.Row+blk.from, blk.rows, query, group)
 }
 
-// begin gathers the query vectors of rows × one KV head's group and clears their running softmaxes.
-func (t *attentionTask) begin(a *attendScratch, row, rows, head int) {
-	n := t.group * t.cache.dim
+// begin gathers the query vectors of rows × a group of heads and clears their running softmaxes.
+func (t *attentionTask) begin(a *attendScratch, row, rows, head, group int) {
+	n := group * t.cache.dim
 	for r := range rows {
-		copy(floats(a.q, 4*r*n, n), floats(t.q, (row+r)*t.qStride+4*head*n, n))
+		copy(floats(a.q, 4*r*n, n), floats(t.q, (row+r)*t.qStride+4*head*t.cache.dim, n))
 	}
 	clear(floats(a.acc, 0, rows*n))
-	clear(floats(a.sum, 0, rows*t.group))
-	for i := range floats(a.maximum, 0, rows*t.group) {
+	clear(floats(a.sum, 0, rows*group))
+	for i := range floats(a.maximum, 0, rows*group) {
 		*offset(a.maximum, i) = float32(math.Inf(-1))
 	}
 }
@@ -194,31 +212,33 @@ func (t *attentionTask) begin(a *attendScratch, row, rows, head int) {
 func (t *attentionTask) tile(a *attendScratch, block, head, token int) (keys, values *float32) {
 	c := &t.cache
 	k := &c.data[c.at(block, 0, head, token)]
-	v := &c.data[c.at(block, 1, head, token)]
+	v := &c.data[c.at(block, c.planes-1, head, token)]
 	if c.f32 {
 		return (*float32)(unsafe.Pointer(k)), (*float32)(unsafe.Pointer(v))
 	}
 	n := compute.Tile * c.dim
 	t.k.expand[tensor.BF16](a.keys, 0, k, 0, 1, n)
+	if c.planes == 1 {
+		return a.keys, a.keys
+	}
 	t.k.expand[tensor.BF16](a.values, 0, v, 0, 1, n)
 	return a.keys, a.values
 }
 
-// weigh adds the tile's first tokens values to the accumulators of rows [from, to).
-func (t *attentionTask) weigh(a *attendScratch, values *float32, from, to, tokens int) {
-	i := from * t.group
-	t.k.weigh(offset(a.acc, i*t.cache.dim), offset(a.rescale, i), offset(a.scores, i*compute.Tile), values, (to-from)*t.group, t.cache.dim, tokens)
+// weigh adds the tile's first tokens values to the accumulators of query vectors [i, i+n).
+func (t *attentionTask) weigh(a *attendScratch, values *float32, i, n, tokens int) {
+	t.k.weigh(offset(a.acc, i*t.values), offset(a.rescale, i), offset(a.scores, i*compute.Tile), values, 4*t.cache.dim, n, t.values, tokens)
 }
 
 // end divides by the softmax's sum and writes the result.
-func (t *attentionTask) end(a *attendScratch, row, rows, head int) {
-	dim := t.cache.dim
+func (t *attentionTask) end(a *attendScratch, row, rows, head, group int) {
+	dim := t.values
 	for r := range rows {
-		for g := range t.group {
-			i := r*t.group + g
+		for g := range group {
+			i := r*group + g
 			inverse := 1 / floats(a.sum, 4*i, 1)[0]
 			src := floats(a.acc, 4*i*dim, dim)
-			dst := floats(t.dst, (row+r)*t.dstStride+4*(head*t.group+g)*dim, dim)
+			dst := floats(t.dst, (row+r)*t.dstStride+4*(head+g)*dim, dim)
 			for d := range dst {
 				dst[d] = src[d] * inverse
 			}

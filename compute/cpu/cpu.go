@@ -79,8 +79,9 @@ type Backend struct {
 	experts   expertsTask
 	combine   combineTask
 	add       addTask
+	heads     headsTask
 	boxes     struct {
-		matmul, attention, silu, norm, rotate, embed, pack, route, dispatch, experts, combine, add task
+		matmul, attention, silu, norm, rotate, embed, pack, route, dispatch, experts, combine, add, heads task
 	}
 	packed []byte // grows to the largest input that was packed
 }
@@ -111,7 +112,7 @@ func New(opt Options) (*Backend, error) {
 	b.boxes.matmul, b.boxes.attention, b.boxes.silu = &b.matmul, &b.attention, &b.silu
 	b.boxes.norm, b.boxes.rotate, b.boxes.embed, b.boxes.pack = &b.norm, &b.rotate, &b.embed, &b.pack
 	b.boxes.route, b.boxes.dispatch, b.boxes.experts, b.boxes.combine = &b.route, &b.dispatch, &b.experts, &b.combine
-	b.boxes.add = &b.add
+	b.boxes.add, b.boxes.heads = &b.add, &b.heads
 	b.pool = newPool(b.workers, spinRounds)
 	return b, nil
 }

@@ -42,7 +42,7 @@ func foldAVX2(scores *float32, maximum *float32, sum *float32, rescale *float32,
 // weighAVX2 is kernels.weigh for dim divisible by 8.
 //
 //go:noescape
-func weighAVX2(acc *float32, rescale *float32, p *float32, v *float32, n int, dim int, tokens int)
+func weighAVX2(acc *float32, rescale *float32, p *float32, v *float32, vStride int, n int, dim int, tokens int)
 
 // pause spends n pause instructions.
 func pause(n int)

@@ -612,255 +612,256 @@ DATA iota8<>+24(SB)/4, $0x0000000e
 DATA iota8<>+28(SB)/4, $0x0000000f
 GLOBL iota8<>(SB), RODATA|NOPTR, $32
 
-// func weighAVX2(acc *float32, rescale *float32, p *float32, v *float32, n int, dim int, tokens int)
+// func weighAVX2(acc *float32, rescale *float32, p *float32, v *float32, vStride int, n int, dim int, tokens int)
 // Requires: AVX, FMA3
-TEXT ·weighAVX2(SB), NOSPLIT, $0-56
+TEXT ·weighAVX2(SB), NOSPLIT, $0-64
 	MOVQ acc+0(FP), AX
 	MOVQ rescale+8(FP), CX
 	MOVQ p+16(FP), DX
 	MOVQ v+24(FP), BX
-	MOVQ dim+40(FP), SI
-	MOVQ tokens+48(FP), DI
-	MOVQ n+32(FP), R8
-	SHLQ $0x02, SI
+	MOVQ vStride+32(FP), SI
+	MOVQ dim+48(FP), DI
+	MOVQ tokens+56(FP), R8
+	MOVQ n+40(FP), R9
+	SHLQ $0x02, DI
 
 three:
-	CMPQ R8, $0x03
+	CMPQ R9, $0x03
 	JL   one
-	MOVQ AX, R9
-	MOVQ BX, R10
-	MOVQ SI, R11
+	MOVQ AX, R10
+	MOVQ BX, R11
+	MOVQ DI, R12
 
 rows3_width4_more:
-	CMPQ         R11, $0x00000080
+	CMPQ         R12, $0x00000080
 	JL           rows3_width4_none
 	VBROADCASTSS (CX), Y0
-	VMULPS       (R9), Y0, Y1
-	VMULPS       32(R9), Y0, Y2
-	VMULPS       64(R9), Y0, Y3
-	VMULPS       96(R9), Y0, Y0
+	VMULPS       (R10), Y0, Y1
+	VMULPS       32(R10), Y0, Y2
+	VMULPS       64(R10), Y0, Y3
+	VMULPS       96(R10), Y0, Y0
 	VBROADCASTSS 4(CX), Y4
-	VMULPS       (R9)(SI*1), Y4, Y5
-	VMULPS       32(R9)(SI*1), Y4, Y6
-	VMULPS       64(R9)(SI*1), Y4, Y7
-	VMULPS       96(R9)(SI*1), Y4, Y4
+	VMULPS       (R10)(DI*1), Y4, Y5
+	VMULPS       32(R10)(DI*1), Y4, Y6
+	VMULPS       64(R10)(DI*1), Y4, Y7
+	VMULPS       96(R10)(DI*1), Y4, Y4
 	VBROADCASTSS 8(CX), Y8
-	VMULPS       (R9)(SI*2), Y8, Y9
-	VMULPS       32(R9)(SI*2), Y8, Y10
-	VMULPS       64(R9)(SI*2), Y8, Y11
-	VMULPS       96(R9)(SI*2), Y8, Y8
-	MOVQ         DX, R12
-	MOVQ         R10, R13
-	MOVQ         DI, R14
-	TESTQ        R14, R14
+	VMULPS       (R10)(DI*2), Y8, Y9
+	VMULPS       32(R10)(DI*2), Y8, Y10
+	VMULPS       64(R10)(DI*2), Y8, Y11
+	VMULPS       96(R10)(DI*2), Y8, Y8
+	MOVQ         DX, R13
+	MOVQ         R11, R14
+	MOVQ         R8, R15
+	TESTQ        R15, R15
 	JZ           rows3_width4_token_end
 
 rows3_width4_token:
-	VBROADCASTSS (R12), Y12
-	VBROADCASTSS 64(R12), Y13
-	VBROADCASTSS 128(R12), Y14
-	VMOVUPS      (R13), Y15
+	VBROADCASTSS (R13), Y12
+	VBROADCASTSS 64(R13), Y13
+	VBROADCASTSS 128(R13), Y14
+	VMOVUPS      (R14), Y15
 	VFMADD231PS  Y15, Y12, Y1
 	VFMADD231PS  Y15, Y13, Y5
 	VFMADD231PS  Y15, Y14, Y9
-	VMOVUPS      32(R13), Y15
+	VMOVUPS      32(R14), Y15
 	VFMADD231PS  Y15, Y12, Y2
 	VFMADD231PS  Y15, Y13, Y6
 	VFMADD231PS  Y15, Y14, Y10
-	VMOVUPS      64(R13), Y15
+	VMOVUPS      64(R14), Y15
 	VFMADD231PS  Y15, Y12, Y3
 	VFMADD231PS  Y15, Y13, Y7
 	VFMADD231PS  Y15, Y14, Y11
-	VMOVUPS      96(R13), Y15
+	VMOVUPS      96(R14), Y15
 	VFMADD231PS  Y15, Y12, Y0
 	VFMADD231PS  Y15, Y13, Y4
 	VFMADD231PS  Y15, Y14, Y8
-	ADDQ         $0x04, R12
-	ADDQ         SI, R13
-	DECQ         R14
+	ADDQ         $0x04, R13
+	ADDQ         SI, R14
+	DECQ         R15
 	JNZ          rows3_width4_token
 
 rows3_width4_token_end:
-	VMOVUPS Y1, (R9)
-	VMOVUPS Y2, 32(R9)
-	VMOVUPS Y3, 64(R9)
-	VMOVUPS Y0, 96(R9)
-	VMOVUPS Y5, (R9)(SI*1)
-	VMOVUPS Y6, 32(R9)(SI*1)
-	VMOVUPS Y7, 64(R9)(SI*1)
-	VMOVUPS Y4, 96(R9)(SI*1)
-	VMOVUPS Y9, (R9)(SI*2)
-	VMOVUPS Y10, 32(R9)(SI*2)
-	VMOVUPS Y11, 64(R9)(SI*2)
-	VMOVUPS Y8, 96(R9)(SI*2)
-	ADDQ    $0x00000080, R9
+	VMOVUPS Y1, (R10)
+	VMOVUPS Y2, 32(R10)
+	VMOVUPS Y3, 64(R10)
+	VMOVUPS Y0, 96(R10)
+	VMOVUPS Y5, (R10)(DI*1)
+	VMOVUPS Y6, 32(R10)(DI*1)
+	VMOVUPS Y7, 64(R10)(DI*1)
+	VMOVUPS Y4, 96(R10)(DI*1)
+	VMOVUPS Y9, (R10)(DI*2)
+	VMOVUPS Y10, 32(R10)(DI*2)
+	VMOVUPS Y11, 64(R10)(DI*2)
+	VMOVUPS Y8, 96(R10)(DI*2)
 	ADDQ    $0x00000080, R10
-	SUBQ    $0x00000080, R11
+	ADDQ    $0x00000080, R11
+	SUBQ    $0x00000080, R12
 	JMP     rows3_width4_more
 
 rows3_width4_none:
 rows3_width1_more:
-	CMPQ         R11, $0x20
+	CMPQ         R12, $0x20
 	JL           rows3_width1_none
 	VBROADCASTSS (CX), Y0
-	VMULPS       (R9), Y0, Y0
+	VMULPS       (R10), Y0, Y0
 	VBROADCASTSS 4(CX), Y1
-	VMULPS       (R9)(SI*1), Y1, Y1
+	VMULPS       (R10)(DI*1), Y1, Y1
 	VBROADCASTSS 8(CX), Y2
-	VMULPS       (R9)(SI*2), Y2, Y2
-	MOVQ         DX, R12
-	MOVQ         R10, R13
-	MOVQ         DI, R14
-	TESTQ        R14, R14
+	VMULPS       (R10)(DI*2), Y2, Y2
+	MOVQ         DX, R13
+	MOVQ         R11, R14
+	MOVQ         R8, R15
+	TESTQ        R15, R15
 	JZ           rows3_width1_token_end
 
 rows3_width1_token:
-	VBROADCASTSS (R12), Y3
-	VBROADCASTSS 64(R12), Y4
-	VBROADCASTSS 128(R12), Y5
-	VMOVUPS      (R13), Y6
+	VBROADCASTSS (R13), Y3
+	VBROADCASTSS 64(R13), Y4
+	VBROADCASTSS 128(R13), Y5
+	VMOVUPS      (R14), Y6
 	VFMADD231PS  Y6, Y3, Y0
 	VFMADD231PS  Y6, Y4, Y1
 	VFMADD231PS  Y6, Y5, Y2
-	ADDQ         $0x04, R12
-	ADDQ         SI, R13
-	DECQ         R14
+	ADDQ         $0x04, R13
+	ADDQ         SI, R14
+	DECQ         R15
 	JNZ          rows3_width1_token
 
 rows3_width1_token_end:
-	VMOVUPS Y0, (R9)
-	VMOVUPS Y1, (R9)(SI*1)
-	VMOVUPS Y2, (R9)(SI*2)
-	ADDQ    $0x20, R9
+	VMOVUPS Y0, (R10)
+	VMOVUPS Y1, (R10)(DI*1)
+	VMOVUPS Y2, (R10)(DI*2)
 	ADDQ    $0x20, R10
-	SUBQ    $0x20, R11
+	ADDQ    $0x20, R11
+	SUBQ    $0x20, R12
 	JMP     rows3_width1_more
 
 rows3_width1_none:
-	ADDQ SI, AX
-	ADDQ SI, AX
-	ADDQ SI, AX
+	ADDQ DI, AX
+	ADDQ DI, AX
+	ADDQ DI, AX
 	ADDQ $0x0c, CX
 	ADDQ $0x000000c0, DX
-	SUBQ $0x03, R8
+	SUBQ $0x03, R9
 	JMP  three
 
 one:
-	TESTQ R8, R8
+	TESTQ R9, R9
 	JZ    done
-	MOVQ  AX, R9
-	MOVQ  BX, R10
-	MOVQ  SI, R11
+	MOVQ  AX, R10
+	MOVQ  BX, R11
+	MOVQ  DI, R12
 
 rows1_width8_more:
-	CMPQ         R11, $0x00000100
+	CMPQ         R12, $0x00000100
 	JL           rows1_width8_none
 	VBROADCASTSS (CX), Y0
-	VMULPS       (R9), Y0, Y1
-	VMULPS       32(R9), Y0, Y2
-	VMULPS       64(R9), Y0, Y3
-	VMULPS       96(R9), Y0, Y4
-	VMULPS       128(R9), Y0, Y5
-	VMULPS       160(R9), Y0, Y6
-	VMULPS       192(R9), Y0, Y7
-	VMULPS       224(R9), Y0, Y0
-	MOVQ         DX, R12
-	MOVQ         R10, R13
-	MOVQ         DI, R14
-	TESTQ        R14, R14
+	VMULPS       (R10), Y0, Y1
+	VMULPS       32(R10), Y0, Y2
+	VMULPS       64(R10), Y0, Y3
+	VMULPS       96(R10), Y0, Y4
+	VMULPS       128(R10), Y0, Y5
+	VMULPS       160(R10), Y0, Y6
+	VMULPS       192(R10), Y0, Y7
+	VMULPS       224(R10), Y0, Y0
+	MOVQ         DX, R13
+	MOVQ         R11, R14
+	MOVQ         R8, R15
+	TESTQ        R15, R15
 	JZ           rows1_width8_token_end
 
 rows1_width8_token:
-	VBROADCASTSS (R12), Y8
-	VFMADD231PS  (R13), Y8, Y1
-	VFMADD231PS  32(R13), Y8, Y2
-	VFMADD231PS  64(R13), Y8, Y3
-	VFMADD231PS  96(R13), Y8, Y4
-	VFMADD231PS  128(R13), Y8, Y5
-	VFMADD231PS  160(R13), Y8, Y6
-	VFMADD231PS  192(R13), Y8, Y7
-	VFMADD231PS  224(R13), Y8, Y0
-	ADDQ         $0x04, R12
-	ADDQ         SI, R13
-	DECQ         R14
+	VBROADCASTSS (R13), Y8
+	VFMADD231PS  (R14), Y8, Y1
+	VFMADD231PS  32(R14), Y8, Y2
+	VFMADD231PS  64(R14), Y8, Y3
+	VFMADD231PS  96(R14), Y8, Y4
+	VFMADD231PS  128(R14), Y8, Y5
+	VFMADD231PS  160(R14), Y8, Y6
+	VFMADD231PS  192(R14), Y8, Y7
+	VFMADD231PS  224(R14), Y8, Y0
+	ADDQ         $0x04, R13
+	ADDQ         SI, R14
+	DECQ         R15
 	JNZ          rows1_width8_token
 
 rows1_width8_token_end:
-	VMOVUPS Y1, (R9)
-	VMOVUPS Y2, 32(R9)
-	VMOVUPS Y3, 64(R9)
-	VMOVUPS Y4, 96(R9)
-	VMOVUPS Y5, 128(R9)
-	VMOVUPS Y6, 160(R9)
-	VMOVUPS Y7, 192(R9)
-	VMOVUPS Y0, 224(R9)
-	ADDQ    $0x00000100, R9
+	VMOVUPS Y1, (R10)
+	VMOVUPS Y2, 32(R10)
+	VMOVUPS Y3, 64(R10)
+	VMOVUPS Y4, 96(R10)
+	VMOVUPS Y5, 128(R10)
+	VMOVUPS Y6, 160(R10)
+	VMOVUPS Y7, 192(R10)
+	VMOVUPS Y0, 224(R10)
 	ADDQ    $0x00000100, R10
-	SUBQ    $0x00000100, R11
+	ADDQ    $0x00000100, R11
+	SUBQ    $0x00000100, R12
 	JMP     rows1_width8_more
 
 rows1_width8_none:
 rows1_width2_more:
-	CMPQ         R11, $0x40
+	CMPQ         R12, $0x40
 	JL           rows1_width2_none
 	VBROADCASTSS (CX), Y0
-	VMULPS       (R9), Y0, Y1
-	VMULPS       32(R9), Y0, Y0
-	MOVQ         DX, R12
-	MOVQ         R10, R13
-	MOVQ         DI, R14
-	TESTQ        R14, R14
+	VMULPS       (R10), Y0, Y1
+	VMULPS       32(R10), Y0, Y0
+	MOVQ         DX, R13
+	MOVQ         R11, R14
+	MOVQ         R8, R15
+	TESTQ        R15, R15
 	JZ           rows1_width2_token_end
 
 rows1_width2_token:
-	VBROADCASTSS (R12), Y2
-	VFMADD231PS  (R13), Y2, Y1
-	VFMADD231PS  32(R13), Y2, Y0
-	ADDQ         $0x04, R12
-	ADDQ         SI, R13
-	DECQ         R14
+	VBROADCASTSS (R13), Y2
+	VFMADD231PS  (R14), Y2, Y1
+	VFMADD231PS  32(R14), Y2, Y0
+	ADDQ         $0x04, R13
+	ADDQ         SI, R14
+	DECQ         R15
 	JNZ          rows1_width2_token
 
 rows1_width2_token_end:
-	VMOVUPS Y1, (R9)
-	VMOVUPS Y0, 32(R9)
-	ADDQ    $0x40, R9
+	VMOVUPS Y1, (R10)
+	VMOVUPS Y0, 32(R10)
 	ADDQ    $0x40, R10
-	SUBQ    $0x40, R11
+	ADDQ    $0x40, R11
+	SUBQ    $0x40, R12
 	JMP     rows1_width2_more
 
 rows1_width2_none:
 rows1_width1_more:
-	CMPQ         R11, $0x20
+	CMPQ         R12, $0x20
 	JL           rows1_width1_none
 	VBROADCASTSS (CX), Y0
-	VMULPS       (R9), Y0, Y0
-	MOVQ         DX, R12
-	MOVQ         R10, R13
-	MOVQ         DI, R14
-	TESTQ        R14, R14
+	VMULPS       (R10), Y0, Y0
+	MOVQ         DX, R13
+	MOVQ         R11, R14
+	MOVQ         R8, R15
+	TESTQ        R15, R15
 	JZ           rows1_width1_token_end
 
 rows1_width1_token:
-	VBROADCASTSS (R12), Y1
-	VFMADD231PS  (R13), Y1, Y0
-	ADDQ         $0x04, R12
-	ADDQ         SI, R13
-	DECQ         R14
+	VBROADCASTSS (R13), Y1
+	VFMADD231PS  (R14), Y1, Y0
+	ADDQ         $0x04, R13
+	ADDQ         SI, R14
+	DECQ         R15
 	JNZ          rows1_width1_token
 
 rows1_width1_token_end:
-	VMOVUPS Y0, (R9)
-	ADDQ    $0x20, R9
+	VMOVUPS Y0, (R10)
 	ADDQ    $0x20, R10
-	SUBQ    $0x20, R11
+	ADDQ    $0x20, R11
+	SUBQ    $0x20, R12
 	JMP     rows1_width1_more
 
 rows1_width1_none:
-	ADDQ SI, AX
+	ADDQ DI, AX
 	ADDQ $0x04, CX
 	ADDQ $0x40, DX
-	DECQ R8
+	DECQ R9
 	JMP  one
 
 done:

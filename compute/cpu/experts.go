@@ -1,6 +1,7 @@
 package cpu
 
 import (
+	"cmp"
 	"fmt"
 	"math"
 	"unsafe"
@@ -9,7 +10,7 @@ import (
 	"baton/tensor"
 )
 
-// maxExperts bounds the scores of one row, which lie in scratch.parts.
+// maxExperts bounds the scores of one row, which lie in scratch.parts, several times over.
 const maxExperts = 1 << 14
 
 // experts is the same matrix of experts first, first+1, ...
@@ -98,12 +99,13 @@ func (b *Backend) routing(op string, mem compute.Buffer, tokens, rows int) (*rou
 
 // routeTask chooses experts.
 type routeTask struct {
-	k         *kernels
-	to        *routing
-	logits    *float32
-	stride    int // bytes
-	normalize bool
-	piece     int
+	k      *kernels
+	to     *routing
+	logits *float32
+	stride int // bytes
+	router compute.Router
+	bias   *float32 // nil for none
+	piece  int
 }
 
 // Route implements compute.Backend.
@@ -124,8 +126,19 @@ func (b *Backend) Route(mem compute.Buffer, logits compute.Mat, opt compute.Rout
 		b.fail(op, "logits are [%d, %d], the routing is for up to %d tokens and %d experts", logits.Rows, logits.Cols, r.maxTokens, r.count)
 		return
 	}
+	var bias *float32
+	if opt.Bias != nil {
+		if bias, ok = b.vector(op, "bias", opt.Bias, r.count); !ok {
+			return
+		}
+	}
+	opt.Groups, opt.TopGroups = cmp.Or(opt.Groups, 1), cmp.Or(opt.TopGroups, 1)
+	if g, top := opt.Groups, opt.TopGroups; g < 1 || g > r.count || r.count%g != 0 || top < 1 || top > g || top*(r.count/g) < r.topK || top < g && r.count/g < 2 {
+		b.fail(op, "%d experts a token, from %d of %d groups of %d experts in all", r.topK, top, g, r.count)
+		return
+	}
 	r.tokens = logits.Rows
-	b.route = routeTask{b.k, r, p, 4 * logits.Stride, opt.Normalize, rowsPiece(4 * r.count)}
+	b.route = routeTask{b.k, r, p, 4 * logits.Stride, opt, bias, rowsPiece(4 * r.count)}
 	b.pool.run(&b.boxes.route, pieces(r.tokens, b.route.piece))
 	b.route = routeTask{}
 	r.group()
@@ -138,10 +151,41 @@ func (t *routeTask) run(w *scratch, piece int) {
 	}
 }
 
-// token is the softmax in tiles of 16, by the kernel that attention uses: with the row's maximum known
-// beforehand, each tile gives its exponentials and their sum.
 func (t *routeTask) token(w *scratch, i int) {
 	n, k := t.to.count, t.to.topK
+	expert, weight := t.to.expert[i*k:(i+1)*k], t.to.weight[i*k:(i+1)*k]
+	scores, total := floats(w.parts, 0, n), float32(1)
+	if t.router.Sigmoid {
+		for e, v := range floats(t.logits, i*t.stride, n) {
+			scores[e] = 1 / (1 + exp32(-v))
+		}
+	} else {
+		total = t.softmax(w, i)
+	}
+	t.choose(w, expert, scores)
+	chosen := float32(0)
+	for j, e := range expert {
+		weight[j] = scores[e] / total
+		chosen += weight[j]
+	}
+	if t.router.Sigmoid {
+		chosen += 1e-20 // all may be zero
+	}
+	for j := range weight {
+		if t.router.Normalize {
+			weight[j] /= chosen
+		}
+		if t.router.Scale != 0 {
+			weight[j] *= t.router.Scale
+		}
+	}
+}
+
+// softmax leaves the exponentials of row i in w.parts and returns their sum. It works in tiles of 16, by the
+// kernel that attention uses: with the row's maximum known beforehand, each tile gives its exponentials and
+// their sum.
+func (t *routeTask) softmax(w *scratch, i int) float32 {
+	n := t.to.count
 	tiles := (n + compute.Tile - 1) / compute.Tile
 	scores := floats(w.parts, 0, tiles*compute.Tile)
 	copy(scores, floats(t.logits, i*t.stride, n))
@@ -160,18 +204,49 @@ func (t *routeTask) token(w *scratch, i int) {
 	for _, v := range sums {
 		total += v
 	}
-	expert, weight := t.to.expert[i*k:(i+1)*k], t.to.weight[i*k:(i+1)*k]
-	choose(expert, scores[:n])
-	chosen := float32(0)
-	for j, e := range expert {
-		weight[j] = scores[e] / total
-		chosen += weight[j]
+	return total
+}
+
+// choose writes the experts to take: by score, with the bias, from the best groups.
+func (t *routeTask) choose(w *scratch, to []int32, scores []float32) {
+	n, area := len(scores), func(i int) *float32 { return offset(w.parts, i*maxExperts) }
+	if t.bias != nil {
+		biased := floats(area(1), 0, n)
+		for e, b := range floats(t.bias, 0, n) {
+			biased[e] = scores[e] + b
+		}
+		scores = biased
 	}
-	if t.normalize {
-		for j := range weight {
-			weight[j] /= chosen
+	if t.router.TopGroups < t.router.Groups {
+		all, size := scores, n/t.router.Groups
+		pairs, best := floats(area(3), 0, t.router.Groups), unsafe.Slice((*int32)(unsafe.Pointer(area(4))), t.router.TopGroups)
+		for g := range pairs {
+			pairs[g] = twoLargest(all[g*size : (g+1)*size])
+		}
+		choose(best, pairs)
+		scores = floats(area(2), 0, n)
+		for e := range scores {
+			scores[e] = float32(math.Inf(-1))
+		}
+		for _, g := range best {
+			copy(scores[int(g)*size:], all[int(g)*size:(int(g)+1)*size])
 		}
 	}
+	choose(to, scores)
+}
+
+// twoLargest is the sum of the two largest scores; a NaN counts as none.
+func twoLargest(scores []float32) float32 {
+	first, second := float32(math.Inf(-1)), float32(math.Inf(-1))
+	for _, v := range scores {
+		switch {
+		case v > first:
+			first, second = v, first
+		case v > second:
+			second = v
+		}
+	}
+	return first + second
 }
 
 // choose writes the indices of the largest scores in descending order. Of equal scores the first wins;
@@ -314,7 +389,7 @@ func (t *combineTask) run(w *scratch, piece int) {
 			clear(floats(w.parts, 0, n))
 			for slot := slots; slot < slots+r.topK; slot++ {
 				row := floats(t.src, int(r.row[slot])*t.srcStride+4*col, n)
-				t.k.weigh(w.parts, &one[0], &r.weight[slot], &row[0], 1, n, 1)
+				t.k.weigh(w.parts, &one[0], &r.weight[slot], &row[0], 0, 1, n, 1)
 			}
 			dst := floats(t.dst, i*t.dstStride+4*col, n)
 			t.k.finish(&dst[0], 0, w.parts, 0, nil, 1, n, 1)

@@ -42,8 +42,8 @@ type kernels struct {
 	fold func(scores, maximum, sum, rescale *float32, valid *int32, scale float32, n int)
 
 	// weigh adds to each of n accumulators of dim elements, after rescaling it, the first tokens rows of
-	// v (dim apart) weighed by its row of p (16 apart).
-	weigh func(acc, rescale, p, v *float32, n, dim, tokens int)
+	// v (vStride apart) weighed by its row of p (16 elements apart).
+	weigh func(acc, rescale, p, v *float32, vStride, n, dim, tokens int)
 
 	// norm is RMSNorm of rows of n elements.
 	norm func(dst *float32, dstStride int, src *float32, srcStride int, w *float32, rows, n int, eps float32)

@@ -55,12 +55,12 @@ var avx2Kernels = kernels{
 		}
 	},
 	fold: foldAVX2,
-	weigh: func(acc, rescale, p, v *float32, n, dim, tokens int) {
+	weigh: func(acc, rescale, p, v *float32, vStride, n, dim, tokens int) {
 		if dim%lanes != 0 {
-			weighGo(acc, rescale, p, v, n, dim, tokens)
+			weighGo(acc, rescale, p, v, vStride, n, dim, tokens)
 			return
 		}
-		weighAVX2(acc, rescale, p, v, n, dim, tokens)
+		weighAVX2(acc, rescale, p, v, vStride, n, dim, tokens)
 	},
 	norm: func(dst *float32, dstStride int, src *float32, srcStride int, w *float32, rows, n int, eps float32) {
 		if n%lanes != 0 {

@@ -255,10 +255,10 @@ func TestAttentionKernels(t *testing.T) {
 			})
 		}
 		for _, dim := range []int{8, 10, 16, 64, 72, 80, 96, 120, 128, 256} {
-			tokens := 1 + r.IntN(compute.Tile)
-			p, v, c := guarded(t, draw(r, max(1, n*compute.Tile), true)), guarded(t, draw(r, tokens*dim, true)), guarded(t, draw(r, max(1, n), true))
+			tokens, apart := 1+r.IntN(compute.Tile), dim+r.IntN(2)*(1+r.IntN(40))
+			p, v, c := guarded(t, draw(r, max(1, n*compute.Tile), true)), guarded(t, draw(r, (tokens-1)*apart+dim, true)), guarded(t, draw(r, max(1, n), true))
 			twice(t, fmt.Sprint("weigh ", n, "x", dim), draw(r, max(1, n*dim), true), func(k *kernels, acc *float32) {
-				k.weigh(acc, c, p, v, n, dim, tokens)
+				k.weigh(acc, c, p, v, 4*apart, n, dim, tokens)
 			})
 		}
 	}

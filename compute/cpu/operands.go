@@ -1,6 +1,7 @@
 package cpu
 
 import (
+	"cmp"
 	"math"
 	"math/bits"
 
@@ -78,6 +79,7 @@ type cache struct {
 	dim, block         int
 	layers, heads      int
 	layer, blocks      int
+	planes             int
 	headBytes, kvBytes int // one head of one plane; one plane
 }
 
@@ -91,6 +93,11 @@ func (b *Backend) cache(op string, kv compute.KV, layer int) (c cache, ok bool) 
 		b.fail(op, "a cache of %v is not supported, use f32 or bf16", kv.DType)
 		return c, false
 	}
+	planes := cmp.Or(kv.Planes, 2)
+	if planes != 1 && planes != 2 {
+		b.fail(op, "a cache of %d planes; 2 are keys and values, 1 is a latent", kv.Planes)
+		return c, false
+	}
 	if kv.Blocks < 0 || kv.Layers <= 0 || kv.Heads <= 0 || kv.HeadDim <= 0 || kv.BlockSize <= 0 || kv.BlockSize%compute.Tile != 0 ||
 		max(kv.Blocks, kv.Layers, kv.Heads, kv.HeadDim, kv.BlockSize) > math.MaxInt32 {
 		b.fail(op, "cache geometry %d blocks × %d layers × %d heads × %d tokens × %d is invalid; a block is a multiple of %d tokens",
@@ -99,7 +106,7 @@ func (b *Backend) cache(op string, kv compute.KV, layer int) (c cache, ok bool) 
 	}
 	size := kv.DType.BlockBytes()
 	total := uint64(kv.Blocks)
-	for _, f := range [...]int{kv.Layers, 2, kv.Heads, kv.BlockSize, kv.HeadDim, size} {
+	for _, f := range [...]int{kv.Layers, planes, kv.Heads, kv.BlockSize, kv.HeadDim, size} {
 		hi, lo := bits.Mul64(total, uint64(f))
 		if hi != 0 {
 			lo = math.MaxUint64
@@ -116,7 +123,7 @@ func (b *Backend) cache(op string, kv compute.KV, layer int) (c cache, ok bool) 
 	}
 	c = cache{
 		data: buf.data, f32: kv.DType == tensor.F32, size: size, dim: kv.HeadDim, block: kv.BlockSize,
-		layers: kv.Layers, heads: kv.Heads, layer: layer, blocks: kv.Blocks,
+		layers: kv.Layers, heads: kv.Heads, layer: layer, blocks: kv.Blocks, planes: planes,
 	}
 	c.headBytes = kv.BlockSize * kv.HeadDim * size
 	c.kvBytes = c.headBytes * kv.Heads
@@ -125,5 +132,5 @@ func (b *Backend) cache(op string, kv compute.KV, layer int) (c cache, ok bool) 
 
 // at is the offset in bytes of a token's vector: plane 0 holds keys, 1 values.
 func (c *cache) at(block, plane, head, token int) int {
-	return ((block*c.layers+c.layer)*2+plane)*c.kvBytes + head*c.headBytes + token*c.dim*c.size
+	return ((block*c.layers+c.layer)*c.planes+plane)*c.kvBytes + head*c.headBytes + token*c.dim*c.size
 }

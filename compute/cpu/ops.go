@@ -169,6 +169,8 @@ type rotateTask struct {
 	dim       int
 	pairs     int
 	positions []int32
+	each      int // rows of each position
+	rows      int
 	piece     int
 }
 
@@ -188,7 +190,11 @@ func (b *Backend) RotateHeads(x compute.Mat, dim int, rope compute.Buffer, posit
 		return
 	}
 	shape := table.rope
-	if dim <= 0 || x.Cols%dim != 0 || 2*shape.pairs > dim || len(positions) != x.Rows {
+	each := 1
+	if n := len(positions); n > 0 && x.Rows%n == 0 {
+		each = x.Rows / n
+	}
+	if dim <= 0 || x.Cols%dim != 0 || 2*shape.pairs > dim || each*len(positions) != x.Rows {
 		b.fail(op, "x [%d, %d] in heads of %d, %d rotated pairs, %d positions", x.Rows, x.Cols, dim, shape.pairs, len(positions))
 		return
 	}
@@ -196,7 +202,7 @@ func (b *Backend) RotateHeads(x compute.Mat, dim int, rope compute.Buffer, posit
 		return
 	}
 	t := &b.rotate
-	*t = rotateTask{b.k.rotateHalves, p, table.at(0), 4 * x.Stride, x.Cols / dim, dim, shape.pairs, positions, rowsPiece(x.Cols)}
+	*t = rotateTask{b.k.rotateHalves, p, table.at(0), 4 * x.Stride, x.Cols / dim, dim, shape.pairs, positions, each, x.Rows, rowsPiece(x.Cols)}
 	if shape.interleaved {
 		t.rotate = b.k.rotatePairs
 	}
@@ -206,9 +212,9 @@ func (b *Backend) RotateHeads(x compute.Mat, dim int, rope compute.Buffer, posit
 
 func (t *rotateTask) run(_ *scratch, piece int) {
 	from := piece * t.piece
-	for i := from; i < min(from+t.piece, len(t.positions)); i++ {
+	for i := from; i < min(from+t.piece, t.rows); i++ {
 		row := (*float32)(unsafe.Add(unsafe.Pointer(t.x), i*t.stride))
-		cos := offset(t.table, int(t.positions[i])*2*t.pairs)
+		cos := offset(t.table, int(t.positions[i/t.each])*2*t.pairs)
 		for h := range t.heads {
 			t.rotate(offset(row, h*t.dim), cos, offset(cos, t.pairs), t.pairs)
 		}
@@ -314,8 +320,15 @@ func (b *Backend) StoreKV(kv compute.KV, layer int, k, v compute.Mat, slots []in
 	if !ok {
 		return
 	}
-	values, ok := b.mat(op, "v", v)
-	if !ok || !b.sameShape(op, k, v) || !b.indices(op, "slots", slots, c.blocks*c.block) {
+	var values *float32
+	if c.planes == 1 {
+		if ok = v == (compute.Mat{}); !ok {
+			b.fail(op, "v is [%d, %d] for a cache of one plane", v.Rows, v.Cols)
+		}
+	} else if values, ok = b.mat(op, "v", v); ok {
+		ok = b.sameShape(op, k, v)
+	}
+	if !ok || !b.indices(op, "slots", slots, c.blocks*c.block) {
 		return
 	}
 	if k.Cols != c.heads*c.dim || k.Rows != len(slots) {
@@ -326,7 +339,9 @@ func (b *Backend) StoreKV(kv compute.KV, layer int, k, v compute.Mat, slots []in
 		block, token := int(slot)/c.block, int(slot)%c.block
 		for h := range c.heads {
 			c.store(b.k, c.at(block, 0, h, token), offset(keys, i*k.Stride+h*c.dim))
-			c.store(b.k, c.at(block, 1, h, token), offset(values, i*v.Stride+h*c.dim))
+			if values != nil {
+				c.store(b.k, c.at(block, 1, h, token), offset(values, i*v.Stride+h*c.dim))
+			}
 		}
 	}
 }

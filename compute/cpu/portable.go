@@ -150,7 +150,7 @@ func foldGo(scores, maximum, sum, rescale *float32, valid *int32, scale float32,
 	}
 }
 
-func weighGo(acc, rescale, p, v *float32, n, dim, tokens int) {
+func weighGo(acc, rescale, p, v *float32, vStride, n, dim, tokens int) {
 	for i := range n {
 		a, c := floats(acc, i*dim*4, dim), floats(rescale, i*4, 1)[0]
 		weights := floats(p, i*compute.Tile*4, tokens)
@@ -158,7 +158,7 @@ func weighGo(acc, rescale, p, v *float32, n, dim, tokens int) {
 			a[d] = float32(a[d] * c)
 		}
 		for t, w := range weights {
-			for d, x := range floats(v, t*dim*4, dim) {
+			for d, x := range floats(v, t*vStride, dim) {
 				a[d] = fma32(w, x, a[d])
 			}
 		}

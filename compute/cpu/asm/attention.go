@@ -71,8 +71,10 @@ func fold() {
 // weigh keeps some accumulators of three vectors, or more of one, in registers while it goes over the
 // tile's tokens.
 func weigh() {
-	function("weighAVX2", "(acc, rescale, p, v *float32, n, dim, tokens int)", "weighAVX2 is kernels.weigh for dim divisible by 8.")
-	a := weighArgs{acc: param("acc"), rescale: param("rescale"), p: param("p"), v: param("v"), dim: param("dim"), tokens: param("tokens")}
+	function("weighAVX2", "(acc, rescale, p, v *float32, vStride, n, dim, tokens int)", "weighAVX2 is kernels.weigh for dim divisible by 8.")
+	a := weighArgs{
+		acc: param("acc"), rescale: param("rescale"), p: param("p"), v: param("v"), vStride: param("vStride"), dim: param("dim"), tokens: param("tokens"),
+	}
 	n := param("n")
 	SHLQ(Imm(2), a.dim)
 	Label("three")
@@ -91,7 +93,7 @@ func weigh() {
 	done()
 }
 
-type weighArgs struct{ acc, rescale, p, v, dim, tokens reg.GPVirtual }
+type weighArgs struct{ acc, rescale, p, v, vStride, dim, tokens reg.GPVirtual }
 
 // rows handles some vectors: widths are the numbers of registers a step covers, tried in order.
 func (a weighArgs) rows(vectors int, widths ...int) {
@@ -157,7 +159,7 @@ func (a weighArgs) step(vectors, width int, acc, v reg.GPVirtual, label string) 
 			}
 		}
 		ADDQ(Imm(4), p)
-		ADDQ(a.dim, row)
+		ADDQ(a.vStride, row)
 	})
 	for r := range sums {
 		for i := range width {
