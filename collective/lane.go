@@ -1,0 +1,207 @@
+package collective
+
+import (
+	"fmt"
+	"slices"
+
+	"baton/compute"
+)
+
+// queueDepth is how many messages of a lane may be under way: sent and not yet taken by the receiver.
+const queueDepth = 4
+
+// laneKey names a lane of a group: messages from one member to another. Those of Send and those that
+// collective operations consist of have lanes of their own, so that their order among each other does not
+// matter.
+type laneKey struct {
+	from, to int // in the group
+	direct   bool
+}
+
+// lane is the queue of messages between two members, guarded by process.mu. Either end may be in another
+// process: messages to there are only counted.
+type lane struct {
+	laneKey
+	queue []message
+	sent  uint64 // messages sent
+	taken uint64 // messages that the receiver took, as far as is known here
+	told  uint64 // of taken, what the sender in another process has been told
+}
+
+// message is a matrix under way.
+type message struct {
+	call   call
+	shape  shape
+	floats *[]float32 // dense, from the pool; nil when there are no elements
+}
+
+// free gives the message's memory back.
+func (m *message) free() {
+	putFloats(m.floats)
+	m.floats = nil
+}
+
+// lane finds or makes a lane; process.mu is held.
+func (g *group) lane(k laneKey) *lane {
+	l := g.lanes[k]
+	if l == nil {
+		l = &lane{laneKey: k}
+		g.lanes[k] = l
+	}
+	return l
+}
+
+// send gives v to the member at the other end of a lane. It waits while the lane is full.
+func (m *member) send(k laneKey, c call, v view) error {
+	p := m.p
+	to := p.ranks[m.ranks[k.to]]
+	p.mu.Lock()
+	l := m.lane(k)
+	if k.direct {
+		c.seq = l.sent
+	}
+	for l.sent-l.taken == queueDepth {
+		if err := m.unreachable(to); err != nil {
+			p.mu.Unlock()
+			return err
+		}
+		p.sleep(m.self, wait{kind: forRoom, group: m.group, lane: l, call: c})
+		p.mu.Lock()
+	}
+	err := m.unreachable(to)
+	if err == nil {
+		l.sent++
+	}
+	p.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	if to.link != nil {
+		return to.link.sendData(m.group, l, c, v)
+	}
+	msg := message{call: c, shape: v.shape()}
+	if n := v.elements(); n > 0 {
+		msg.floats = getFloats(n)
+		pack(*msg.floats, v)
+	}
+	p.mu.Lock()
+	l.put(p, to, msg)
+	p.mu.Unlock()
+	return nil
+}
+
+// unreachable is why nothing can be sent to, or will come from, a rank; process.mu is held.
+func (m *member) unreachable(s *seat) error {
+	if err := m.p.failed(); err != nil {
+		return err
+	}
+	if s.closed.Load() {
+		return m.p.endLocked(s.rank, ErrClosed)
+	}
+	return nil
+}
+
+// put queues a message for a receiver here; process.mu is held.
+func (l *lane) put(p *process, to *seat, msg message) {
+	l.queue = append(l.queue, msg)
+	if to.wait.kind == forData && to.wait.lane == l {
+		p.rouse(to)
+	}
+}
+
+// take waits for the next message of a lane and removes it. It must belong to c.
+func (m *member) take(k laneKey, c call) (message, error) {
+	p := m.p
+	from := p.ranks[m.ranks[k.from]]
+	p.mu.Lock()
+	l := m.lane(k)
+	if k.direct {
+		c.seq = l.taken
+	}
+	for len(l.queue) == 0 {
+		if err := m.unreachable(from); err != nil {
+			p.mu.Unlock()
+			return message{}, err
+		}
+		p.sleep(m.self, wait{kind: forData, group: m.group, lane: l, call: c})
+		p.mu.Lock()
+	}
+	msg := l.queue[0]
+	l.queue = slices.Delete(l.queue, 0, 1)
+	l.taken++
+	if from.wait.kind == forRoom && from.wait.lane == l {
+		p.rouse(from)
+	}
+	tell := from.link != nil && l.taken-l.told >= queueDepth/2
+	if tell {
+		l.told = l.taken
+	}
+	p.mu.Unlock()
+	if tell {
+		if err := from.link.sendTaken(m.group, l); err != nil {
+			return msg, err
+		}
+	}
+	if msg.call != c {
+		return msg, m.p.end(m.self.rank, m.mismatch(k.from, k.to, "calls "+msg.call.String(), "calls "+c.String()))
+	}
+	return msg, nil
+}
+
+// receive takes the next message of a lane, which must belong to c and have v's shape, and copies it to v, or adds
+// it.
+func (m *member) receive(k laneKey, c call, v view, use func(view, []float32)) error {
+	msg, err := m.take(k, c)
+	if err != nil {
+		return err
+	}
+	if !msg.shape.same(v.shape()) {
+		return m.misfit(k, msg, fmt.Sprint("expects ", v.shape()))
+	}
+	if msg.floats != nil {
+		use(v, *msg.floats)
+		msg.free()
+	}
+	return nil
+}
+
+// misfit ends the world because of a message whose shape is not what its receiver can use.
+func (m *member) misfit(k laneKey, msg message, expects string) error {
+	return m.p.end(m.self.rank, m.mismatch(k.from, k.to, fmt.Sprintf("calls %v and gives %v", msg.call, msg.shape), expects))
+}
+
+// Send implements Group.
+func (m *member) Send(to int, mat compute.Mat) error {
+	v, err := m.partner("Send", to, mat)
+	if err != nil {
+		return err
+	}
+	return m.send(laneKey{m.rank, to, true}, call{op: opSend}, v)
+}
+
+// Recv implements Group.
+func (m *member) Recv(from int, mat compute.Mat) error {
+	v, err := m.partner("Recv", from, mat)
+	if err != nil {
+		return err
+	}
+	return m.receive(laneKey{from, m.rank, true}, call{op: opSend}, v, unpack)
+}
+
+// partner checks the arguments of Send and Recv.
+func (m *member) partner(name string, other int, mat compute.Mat) (view, error) {
+	if err := m.usable(); err != nil {
+		return view{}, err
+	}
+	v, problem := see(mat)
+	switch {
+	case other < 0 || other >= len(m.ranks):
+		problem = fmt.Sprintf("member %d is not in a group of %d", other, len(m.ranks))
+	case other == m.rank:
+		problem = "a member cannot exchange messages with itself"
+	}
+	if problem != "" {
+		return v, m.p.end(m.self.rank, &OperandError{m.name, name, problem})
+	}
+	return v, nil
+}
