@@ -274,6 +274,36 @@ func TestDrainDeadline(t *testing.T) {
 	b.idle(t)
 }
 
+// TestIdleServerStopsAtOnce: connections without a request, used before or never, are not waited for.
+func TestIdleServerStopsAtOnce(t *testing.T) {
+	s := newTestServer(t, newToyBackend(), nil)
+	ctx, stop := context.WithCancel(t.Context())
+	ln, served := run(t, s, ctx)
+	unused, err := net.Dial("tcp", ln.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unused.Close()
+	var idle http.Transport
+	defer idle.CloseIdleConnections()
+	resp, err := (&http.Client{Transport: &idle}).Get("http://" + ln.Addr().String() + "/v1/models")
+	if err != nil {
+		t.Fatal(err)
+	}
+	readAll(t, resp)
+	began := time.Now()
+	stop()
+	if err := <-served; err != nil {
+		t.Error(err)
+	}
+	if took := time.Since(began); took > 300*time.Millisecond {
+		t.Errorf("it took %v", took)
+	}
+	if _, err := unused.Read(make([]byte, 1)); err == nil {
+		t.Error("the unused connection is open")
+	}
+}
+
 // run serves s on a loopback port until ctx ends.
 func run(t *testing.T, s *Server, ctx context.Context) (net.Listener, <-chan error) {
 	t.Helper()

@@ -118,6 +118,7 @@ type Server struct {
 
 	mu       sync.Mutex
 	draining bool // no request begins any more
+	requests int  // that run
 	running  sync.WaitGroup
 }
 
@@ -153,11 +154,17 @@ func (s *Server) begin() bool {
 	if s.draining {
 		return false
 	}
+	s.requests++
 	s.running.Add(1)
 	return true
 }
 
-func (s *Server) end() { s.running.Done() }
+func (s *Server) end() {
+	s.mu.Lock()
+	s.requests--
+	s.mu.Unlock()
+	s.running.Done()
+}
 
 func (s *Server) isDraining() bool {
 	s.mu.Lock()
@@ -175,39 +182,81 @@ const (
 // Run serves ln until ctx ends, then shuts down within about Config.DrainTimeout. It closes ln. It
 // returns nil after a shutdown, otherwise why serving failed.
 func (s *Server) Run(ctx context.Context, ln net.Listener) error {
+	var silent silentConns
 	srv := &http.Server{
 		Handler:           s.handler,
 		ReadHeaderTimeout: headerTimeout,
 		IdleTimeout:       idleTimeout,
 		ErrorLog:          slog.NewLogLogger(s.log.Handler(), slog.LevelDebug),
+		ConnState:         silent.note,
 	}
 	failed := make(chan error, 1)
 	go func() { failed <- srv.Serve(ln) }()
-	var err error
 	select {
-	case err = <-failed:
-		s.stop(context.WithoutCancel(ctx), 0, srv)
+	case err := <-failed:
+		s.stop(context.WithoutCancel(ctx), 0, srv, &silent)
 		return fmt.Errorf("frontend: serving %s: %w", ln.Addr(), err)
 	case <-ctx.Done():
 	}
-	s.stop(context.WithoutCancel(ctx), s.cfg.DrainTimeout, srv)
+	_ = ln.Close() // of no interest any more
 	<-failed
+	s.stop(context.WithoutCancel(ctx), s.cfg.DrainTimeout, srv, &silent)
 	return nil
 }
 
 // stop shuts both servers down, giving running requests so long to finish.
-func (s *Server) stop(ctx context.Context, drain time.Duration, srv *http.Server) {
-	ctx, cancel := context.WithTimeout(ctx, drain)
+func (s *Server) stop(ctx context.Context, drain time.Duration, srv *http.Server, silent *silentConns) {
+	s.mu.Lock()
+	requests := s.requests
+	s.mu.Unlock()
+	s.log.Info("draining", "requests", requests, "at_most", drain)
+	srv.SetKeepAlivesEnabled(false)
+	brief, cancel := context.WithTimeout(ctx, drain)
 	defer cancel()
-	var closing sync.WaitGroup
-	closing.Go(func() { _ = s.Shutdown(ctx) })
-	// Answers that Shutdown cuts short still have to be written.
-	late, cancelLate := context.WithTimeout(context.WithoutCancel(ctx), drain+5*time.Second)
+	if err := s.Shutdown(brief); err != nil && requests > 0 {
+		s.log.Warn("requests were cut off", "after", drain)
+	}
+	// Answers that were cut short still have to be written. A connection without a request has none.
+	silent.close()
+	late, cancelLate := context.WithTimeout(ctx, 5*time.Second)
 	defer cancelLate()
 	if err := srv.Shutdown(late); err != nil {
 		_ = srv.Close()
 	}
-	closing.Wait()
+	s.log.Info("drained")
+}
+
+// silentConns are the connections on which no request has begun. http.Server.Shutdown would wait for them for
+// seconds: clients open some that they never use.
+type silentConns struct {
+	mu     sync.Mutex
+	open   map[net.Conn]struct{}
+	closed bool
+}
+
+func (c *silentConns) note(nc net.Conn, state http.ConnState) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	switch {
+	case state != http.StateNew:
+		delete(c.open, nc)
+	case c.closed:
+		_ = nc.Close()
+	default:
+		if c.open == nil {
+			c.open = make(map[net.Conn]struct{})
+		}
+		c.open[nc] = struct{}{}
+	}
+}
+
+func (c *silentConns) close() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.closed = true
+	for nc := range c.open {
+		_ = nc.Close() // nothing was sent on it
+	}
 }
 
 // Shutdown refuses new requests and waits for those that run; when ctx ends first, it ends them and
