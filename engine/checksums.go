@@ -24,34 +24,16 @@ type checksums struct {
 	tiles int        // in a block
 }
 
-// newChecksums splits a pool's memory into the blocks and, behind them, their checksums.
-func (c Config) newChecksums(memory []byte) checksums {
-	blocks := c.kvBytes()
-	s := checksums{kv: c.kv(), data: memory[:blocks], sums: memory[blocks:]}
+// newChecksums splits a rank's memory into the blocks and, behind them, their checksums.
+func newChecksums(kv compute.KV, memory []byte) checksums {
+	blocks := kv.Blocks * kv.BlockBytes()
+	s := checksums{kv: kv, data: memory[:blocks], sums: memory[blocks:]}
 	s.tile = s.kv.DType.RowBytes(compute.Tile * s.kv.HeadDim)
 	s.tiles = s.kv.BlockBytes() / s.tile
 	return s
 }
 
-// kvBytes is the size of the whole pool's blocks.
-func (c Config) kvBytes() int64 { return int64(c.blocks()) * c.blockBytes() }
-
 func (c Config) verifies() bool { return c.VerifyHandoff != handoff.VerifyOff }
-
-// memoryBytes is the size of a pool's memory. Checksums add 1 byte in 256 for heads of 64
-// dimensions in bf16.
-func (c Config) memoryBytes() int64 {
-	if !c.verifies() {
-		return c.kvBytes()
-	}
-	return c.kvBytes() + int64(c.blocks())*c.checksumBlockBytes()
-}
-
-// checksumBlockBytes is the size of the checksums of one block.
-func (c Config) checksumBlockBytes() int64 {
-	kv := c.kv()
-	return c.blockBytes() / int64(kv.DType.RowBytes(compute.Tile*kv.HeadDim)) * checksumBytes
-}
 
 // each visits the tiles of blocks, each with the place of its checksum, until visit reports false.
 func (s checksums) each(blocks []int32, visit func(block int32, tile int, data, sum []byte) bool) {
@@ -89,7 +71,7 @@ func (s checksums) fault(block int32, tile int, have, want uint64) *ChecksumErro
 	head := tile / perHead
 	plane := head / s.kv.Heads
 	return &ChecksumError{
-		Block: block, Layer: plane / 2, Plane: plane % 2, Head: head % s.kv.Heads, Token: tile % perHead * compute.Tile,
+		Block: block, Layer: plane / s.kv.Planes, Planes: s.kv.Planes, Plane: plane % s.kv.Planes, Head: head % s.kv.Heads, Token: tile % perHead * compute.Tile,
 		Have: have, Want: want,
 	}
 }
@@ -97,34 +79,17 @@ func (s checksums) fault(block int32, tile int, have, want uint64) *ChecksumErro
 // ChecksumError says that a part of a KV block is not what its source sealed.
 type ChecksumError struct {
 	Block              int32 // of the pool
-	Layer, Plane, Head int   // plane 0 holds keys, 1 values
+	Planes             int   // a layer's: 2, or 1 of a latent cache
+	Layer, Plane, Head int   // of two planes 0 holds keys, 1 values
 	Token              int   // within the block: the first of the compute.Tile ones that are affected
 	Have, Want         uint64
 }
 
 func (e *ChecksumError) Error() string {
+	what := [...]string{"keys", "values"}[e.Plane]
+	if e.Planes == 1 {
+		what = "latents"
+	}
 	return fmt.Sprintf("the %s of layer %d, head %d, tokens %d to %d of block %d have checksum %016x; the source made it %016x",
-		[...]string{"keys", "values"}[e.Plane], e.Layer, e.Head, e.Token, e.Token+compute.Tile-1, e.Block, e.Have, e.Want)
-}
-
-// queueCheck has something done with blocks by the one goroutine that makes and compares checksums, one thing
-// after the other: neither the loop nor the computing goroutine waits for it, and it takes one thread.
-func (e *Engine) queueCheck(check func() handoff.Event) {
-	e.checks = append(e.checks, check)
-	if len(e.checks) == 1 {
-		e.startCheck()
-	}
-}
-
-func (e *Engine) startCheck() {
-	check := e.checks[0]
-	e.workers.Go(func() { e.checked <- check() })
-}
-
-// checkEnded takes in the first of the checks and starts the next.
-func (e *Engine) checkEnded(event handoff.Event) {
-	if e.checks = e.checks[1:]; len(e.checks) > 0 {
-		e.startCheck()
-	}
-	e.step(Moved{event})
+		what, e.Layer, e.Head, e.Token, e.Token+compute.Tile-1, e.Block, e.Have, e.Want)
 }

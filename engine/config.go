@@ -11,15 +11,19 @@ import (
 	"baton/checkpoint"
 	"baton/compute"
 	"baton/handoff"
+	"baton/layout"
 	"baton/mtls"
 	"baton/tensor"
 	"baton/wire"
 )
 
-// Config describes an engine: one data-parallel group of a shard. Zero fields take their defaults.
+// Config describes a shard's engines, one a data-parallel group. Zero fields take their defaults.
 type Config struct {
-	// Name tells the engine from the others of its coordinator ("prefill_s0_dp0").
+	// Name tells the engine from the others of its coordinator ("prefill_s0"). Where there are several, each adds
+	// its number ("prefill_s0_dp1").
 	Name string
+	// Shard is how many ranks there are and how they split the model. Default: one. Its role counts for nothing.
+	Shard layout.Shard
 	// Role is wire.RolePrefill, RoleDecode or RoleBoth.
 	Role string
 	// ServedModel is the name that clients use for the model.
@@ -44,7 +48,8 @@ type Config struct {
 	Continuation int
 	// MaxSeqLen is the longest sequence. Default and upper bound: what the model was made for.
 	MaxSeqLen int
-	// Threads is how many threads compute. Default: one a core.
+	// Threads is how many threads compute for an engine; its ranks share them, and each has one at least.
+	// Default: one a core.
 	Threads int
 	// Transport moves KV between engines: "shm", "tcp" or "tcp-push". Default "shm".
 	Transport string
@@ -73,6 +78,11 @@ func (c Config) withDefaults() (Config, error) {
 	c.MaxTokens = orElse(c.MaxTokens, 512)
 	c.Continuation = orElse(c.Continuation, 4)
 	c.MaxSeqLen = orElse(c.MaxSeqLen, spec.MaxPositions)
+	c.Shard.TP, c.Shard.PP, c.Shard.DP = orElse(c.Shard.TP, 1), orElse(c.Shard.PP, 1), orElse(c.Shard.DP, 1)
+	c.Shard.EP, c.Shard.ExpertTP = orElse(c.Shard.EP, 1), orElse(c.Shard.ExpertTP, c.Shard.TP)
+	if err := c.Checkpoint.CheckShard(c.Shard); err != nil {
+		return c, err
+	}
 	c.Threads = orElse(c.Threads, runtime.GOMAXPROCS(0))
 	c.Transport = orElse(c.Transport, "shm")
 	c.TransferHost = orElse(c.TransferHost, "127.0.0.1")
@@ -133,36 +143,72 @@ func (c Config) validate() error {
 	return nil
 }
 
-// kv is the pool's layout, without a buffer.
-func (c Config) kv() compute.KV {
-	spec := c.Checkpoint.Spec
-	return compute.KV{
-		Layers: spec.Layers, Heads: spec.KVHeads, HeadDim: spec.HeadDim,
-		BlockSize: c.BlockSize, DType: c.KVType,
+// layout is the KV cache of the whole model.
+func (c Config) layout() layout.Geometry {
+	planes, heads, dim := c.Checkpoint.Spec.Cache()
+	return layout.Geometry{
+		BlockSize: c.BlockSize, Layers: c.Checkpoint.Spec.Layers, KVHeads: heads, HeadDim: dim, Planes: planes,
+		ElementBytes: c.KVType.BlockBytes(),
 	}
 }
 
-func (c Config) blockBytes() int64 { return int64(c.kv().BlockBytes()) }
+// checksumLayout is that of the checksums of its blocks.
+func (c Config) checksumLayout() layout.Geometry { return c.layout().Checksums(compute.Tile) }
+
+// holding is what of every block a rank holds.
+func (c Config) holding(p layout.Part) layout.Holding {
+	_, heads, _ := c.Checkpoint.Spec.Cache()
+	return layout.Holding{Layer: p.Layer, Layers: p.Layers, Head: p.TPRank * heads / p.TP, Heads: max(heads/p.TP, 1)}
+}
+
+// holdings are those of an engine's ranks, stage by stage. The shard has been checked.
+func (c Config) holdings() []layout.Holding {
+	var list []layout.Holding
+	for _, rank := range c.Shard.Group(0) {
+		p, err := c.Shard.Part(rank, c.Checkpoint.Spec.Layers)
+		if err != nil {
+			panic(err) // CheckShard has compared the layers
+		}
+		list = append(list, c.holding(p))
+	}
+	return list
+}
+
+// kv is a rank's part of the pool, without a buffer.
+func (c Config) kv(h layout.Holding) compute.KV {
+	g := c.layout()
+	return compute.KV{
+		Layers: h.Layers, Planes: g.Planes, Heads: h.Heads, HeadDim: g.HeadDim, BlockSize: c.BlockSize, DType: c.KVType,
+	}
+}
+
+// blockBytes is the size of a block on all ranks of an engine.
+func (c Config) blockBytes() (n int64) {
+	for _, h := range c.holdings() {
+		n += c.layout().BlockBytes(h)
+	}
+	return n
+}
 
 func (c Config) blocks() int { return int(min(c.KVBytes/c.blockBytes(), 1<<30)) }
 
 // geometry is what a peer must share to understand this engine's blocks.
 func (c Config) geometry() wire.Geometry {
-	spec := c.Checkpoint.Spec
+	spec, kv := c.Checkpoint.Spec, c.layout()
 	return wire.Geometry{
-		Model: c.Checkpoint.Fingerprint(), BlockSize: c.BlockSize, Layers: spec.Layers, KVHeads: spec.KVHeads,
-		HeadDim: spec.HeadDim, Planes: 2, KVDType: c.KVType.String(), VocabSize: spec.VocabSize, MaxSeqLen: c.MaxSeqLen,
+		Model: c.Checkpoint.Fingerprint(), BlockSize: c.BlockSize, Layers: kv.Layers, KVHeads: kv.KVHeads,
+		HeadDim: kv.HeadDim, Planes: kv.Planes, KVDType: c.KVType.String(), VocabSize: spec.VocabSize, MaxSeqLen: c.MaxSeqLen,
 		VerifyHandoff: string(c.VerifyHandoff),
 	}
 }
 
-// core is what a Core has to know, but for the transfers.
+// core is what the Core of an engine has to know, but for the transfers.
 func (c Config) core() CoreConfig {
 	spec := c.Checkpoint.Spec
 	return CoreConfig{
 		Name: c.Name, Role: c.Role, MaxRequests: c.MaxRequests, MaxTokens: c.MaxTokens, MaxSeqLen: c.MaxSeqLen,
 		Vocabulary: spec.VocabSize, EOS: spec.EOS, BlockSize: c.BlockSize, Blocks: c.blocks(), Version: weightVersion,
-		Continuation: max(c.Continuation, 0),
+		Continuation: max(c.Continuation, 0), Geometry: c.layout(), Holdings: c.holdings(), ChecksumTile: compute.Tile,
 	}
 }
 

@@ -7,6 +7,7 @@ import (
 	"io"
 	"log/slog"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -29,8 +30,8 @@ type damage struct {
 	memory *transfer.Memory
 }
 
-// on puts the damage between an engine and its transfer backend.
-func (d *damage) on(e *Engine) {
+// on puts the damage between a rank and its transfer backend.
+func (d *damage) on(e *rank) {
 	d.memory = e.memory
 	switch end := e.endpoint.(type) {
 	case transfer.Puller:
@@ -117,17 +118,19 @@ func continued(t *testing.T, ck *checkpoint.Checkpoint, c Config, d *damage) (a 
 	defer hub.Close()
 	ctx, stop := context.WithCancel(t.Context())
 	var running sync.WaitGroup
-	var engines []*Engine
+	var shards []*Shard
 	for _, role := range []string{wire.RolePrefill, wire.RoleDecode} {
 		c.Checkpoint, c.Role, c.Name = ck, role, role
-		e, err := New(c)
+		e, err := Open(c)
 		if err != nil {
 			t.Fatal(err)
 		}
 		if role == wire.RoleDecode {
-			d.on(e)
+			for _, r := range e.ranks {
+				d.on(r)
+			}
 		}
-		engines = append(engines, e)
+		shards = append(shards, e)
 		running.Go(func() {
 			err := e.Run(ctx, func(_ context.Context, hello wire.Connect) (*wire.Conn, error) { return hub.Connect(hello) })
 			if err != nil {
@@ -143,13 +146,14 @@ func continued(t *testing.T, ck *checkpoint.Checkpoint, c Config, d *damage) (a 
 	client.Close()
 	stop()
 	running.Wait()
-	prefill, decode = engines[0].core.Load().Handoff, engines[1].core.Load().Handoff
-	for _, e := range engines {
+	prefill, decode = shards[0].engines[0].core.Load().Handoff, shards[1].engines[0].core.Load().Handoff
+	for _, s := range shards {
+		e := s.engines[0]
 		// The last release may find its reader just leaving; then the next looks do.
 		for deadline := time.Now().Add(5 * time.Second); e.core.Pool().Stats().InUse != 0 && time.Now().Before(deadline); {
 			select {
-			case id := <-e.settled:
-				e.transferSettled(id)
+			case event := <-e.events:
+				e.happened(event)
 			case <-time.After(time.Millisecond):
 				e.step(Tick{})
 			}
@@ -157,7 +161,7 @@ func continued(t *testing.T, ck *checkpoint.Checkpoint, c Config, d *damage) (a 
 		if s := e.core.Pool().Stats(); s.InUse != 0 {
 			t.Errorf("%s keeps %+v, %+v", e.config.Name, s, e.core.Load().Handoff)
 		}
-		if err := e.Close(); err != nil {
+		if err := s.Close(); err != nil {
 			t.Error(err)
 		}
 	}
@@ -264,7 +268,14 @@ func TestDamagedHandoff(t *testing.T) {
 
 // Whatever part of a block changes, its checksum tells which.
 func TestChecksums(t *testing.T) {
-	ck, err := checkpoint.Open("../testdata/goldens/qwen2")
+	for model, what := range map[string]string{"qwen2": "the values of layer 3, head 1,", "deepseek_v3": "the latents of layer 3, head 0,"} {
+		t.Run(model, func(t *testing.T) { testChecksums(t, "../testdata/goldens/"+model, what) })
+	}
+}
+
+// testChecksums expects a fault in the last of everything to be named by what.
+func testChecksums(t *testing.T, path, what string) {
+	ck, err := checkpoint.Open(path)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -276,8 +287,10 @@ func TestChecksums(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		memory := make([]byte, c.memoryBytes())
-		s := c.newChecksums(memory)
+		r := &rank{config: c, holding: c.layout().Whole()}
+		memory, kv := make([]byte, r.memoryBytes()), c.kv(r.holding)
+		kv.Blocks = c.blocks()
+		s := newChecksums(kv, memory)
 		if got, want := len(s.sums), c.blocks()*s.tiles*checksumBytes; got != want || s.tiles*s.tile != int(c.blockBytes()) {
 			t.Fatalf("%d bytes of checksums for %d blocks of %d tiles of %d bytes, want %d", got, c.blocks(), s.tiles, s.tile, want)
 		}
@@ -291,15 +304,14 @@ func TestChecksums(t *testing.T) {
 		if s.verify([]int32{2}) == nil {
 			t.Error("a block without checksums passes")
 		}
-		kv := c.kv()
 		elem := kv.DType.BlockBytes()
-		layer, plane, head, token := kv.Layers-1, 1, kv.Heads-1, size-1
-		at := (((layer*2+plane)*kv.Heads+head)*size+token)*kv.HeadDim*elem + 1
+		layer, plane, head, token := kv.Layers-1, kv.Planes-1, kv.Heads-1, size-1
+		at := (((layer*kv.Planes+plane)*kv.Heads+head)*size+token)*kv.HeadDim*elem + 1
 		for _, bit := range []byte{1, 0x80} {
 			memory[3*int(c.blockBytes())+at] ^= bit
 			var fault *ChecksumError
 			err := s.verify([]int32{1, 3})
-			if !errors.As(err, &fault) || fault.Block != 3 || fault.Layer != layer || fault.Plane != plane || fault.Head != head || fault.Token != size-16 {
+			if !errors.As(err, &fault) || !strings.HasPrefix(err.Error(), what) || fault.Block != 3 || fault.Layer != layer || fault.Plane != plane || fault.Head != head || fault.Token != size-16 {
 				t.Errorf("blocks of %d: %v", size, err)
 			}
 			memory[3*int(c.blockBytes())+at] ^= bit
@@ -316,7 +328,7 @@ func TestVerificationConfig(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer ck.Close()
-	if c, err := (Config{Checkpoint: ck, VerifyHandoff: handoff.VerifyAll}).withDefaults(); err != nil || c.verifies() || c.memoryBytes() != c.kvBytes() {
+	if c, err := (Config{Checkpoint: ck, VerifyHandoff: handoff.VerifyAll}).withDefaults(); err != nil || c.verifies() {
 		t.Errorf("a colocated engine keeps checksums: %v", err)
 	}
 	if _, err := (Config{Checkpoint: ck, Role: wire.RoleDecode, VerifyHandoff: "some"}).withDefaults(); err == nil {
