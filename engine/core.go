@@ -27,8 +27,9 @@ type Core struct {
 	passing      bool                   // a pass is under way
 	admitting    []handoff.Admit        // imported, waiting for room in the batch
 	offers       map[uint64]wire.Result // prefill replies that wait for their export
-	capabilities uint64                 // drawn so far
-	returned     uint64                 // imports given back before they were admitted
+	templates    templates
+	capabilities uint64 // drawn so far
+	returned     uint64 // imports given back before they were admitted
 	actions      []Action
 }
 
@@ -50,14 +51,14 @@ type CoreConfig struct {
 
 	// The rest is for engines that hand over.
 
-	// BlockBytes is the size of a block on each rank, Template the copy between two engines of this geometry.
-	BlockBytes []int64
-	Template   *layout.Template
+	// Geometry is that of the whole model's KV, Holdings what the engine's ranks have of it, in order.
+	Geometry layout.Geometry
+	Holdings []layout.Holding
 	// Verify says which blocks' checksums are compared; empty is handoff.VerifyOff. Where they are, Checksums is
-	// where each rank keeps them, ChecksumTemplate their copy.
-	Verify           handoff.Verification
-	Checksums        []handoff.Checksums
-	ChecksumTemplate *layout.Template
+	// where each rank keeps them, one for each tile of ChecksumTile tokens.
+	Verify       handoff.Verification
+	Checksums    []handoff.Checksums
+	ChecksumTile int
 	// Push says that sources write rather than destinations read.
 	Push bool
 	// Timeout bounds a transfer; 0 is handoff.DefaultTimeout.
@@ -145,8 +146,9 @@ func NewCore(c CoreConfig) (*Core, error) {
 	}
 	core := &Core{config: c, pool: pool, offers: map[uint64]wire.Result{}}
 	if c.Role != wire.RoleBoth {
+		core.templates = templates{config: c, known: map[string]copyTemplates{}}
 		core.handoff, err = handoff.New(handoff.Config{
-			Pool: pool, BlockBytes: c.BlockBytes, Push: c.Push, Timeout: c.Timeout, Verify: c.Verify, Checksums: c.Checksums,
+			Pool: pool, BlockBytes: core.templates.blockBytes(), Push: c.Push, Timeout: c.Timeout, Verify: c.Verify, Checksums: c.Checksums,
 		})
 		if err != nil {
 			return nil, err
@@ -221,7 +223,12 @@ func (c *Core) received(now time.Time, m wire.Message) {
 	case *wire.SubmitRequestWithKV:
 		c.startImport(now, m)
 	case *wire.SendKV:
-		c.step(now, handoff.Push{Message: m, Template: c.config.Template, Checksums: c.config.ChecksumTemplate})
+		t, err := c.templates.to(m.Ranks)
+		if err != nil {
+			c.warn("request %d: %v", m.ID, err) // the coordinator has compared the layouts; the reader will give up
+			return
+		}
+		c.step(now, handoff.Push{Message: m, Template: t.blocks, Checksums: t.checksums})
 	case *wire.ReleaseKV:
 		c.step(now, handoff.Release{ID: m.ID, Handoff: m.Handoff})
 	case *wire.AbortRequest:

@@ -26,14 +26,9 @@ func newCoreKit(t *testing.T, role string, secret byte) *coreKit {
 	if err != nil {
 		t.Fatal(err)
 	}
-	template, err := layout.Compile(g, holdings, holdings)
-	if err != nil {
-		t.Fatal(err)
-	}
 	core, err := NewCore(CoreConfig{
 		Name: "e", Role: role, MaxRequests: 4, MaxTokens: 64, MaxSeqLen: 100, Vocabulary: toyVocabulary,
-		BlockSize: size, Blocks: blocks, Version: 1, BlockBytes: []int64{g.BlockBytes(holdings[0])},
-		Template: template, Secret: []byte{secret},
+		BlockSize: size, Blocks: blocks, Version: 1, Geometry: g, Holdings: holdings, Secret: []byte{secret},
 	})
 	if err != nil {
 		t.Fatal(err)

@@ -7,8 +7,10 @@ import (
 	"baton/model"
 )
 
-// device runs passes. It is used by one goroutine at a time.
+// device runs a rank's part of passes. It is used by one goroutine at a time.
 type device struct {
+	engine  int  // the number of the engine in its shard
+	split   bool // whether others hold the same activations
 	backend compute.Backend
 	decoder *model.Decoder
 	weights *model.WeightSet
@@ -17,36 +19,41 @@ type device struct {
 }
 
 // newDevice loads the model and gives the backend the pool's memory.
-func newDevice(c Config, backend compute.Backend, pool []byte) (*device, error) {
-	weights, err := model.LoadWeights(backend, c.Checkpoint.Weights)
+func newDevice(c Config, ranks model.Ranks, backend compute.Backend, pool []byte) (*device, error) {
+	weights, err := model.LoadWeights(backend, c.Checkpoint, ranks.Part)
 	if err != nil {
 		return nil, err
 	}
-	decoder, err := model.NewDecoder(backend, c.Checkpoint.Spec, c.MaxTokens, c.MaxSeqLen)
+	decoder, err := model.NewDecoder(backend, c.Checkpoint.Spec, ranks, c.MaxTokens, c.MaxSeqLen)
 	if err != nil {
 		return nil, err
 	}
-	kv := c.kv()
+	kv := c.kv(c.holding(ranks.Part))
 	kv.Blocks = c.blocks()
 	if kv.Buf, err = backend.Wrap(pool); err != nil {
 		decoder.Close()
 		return nil, fmt.Errorf("engine: KV pool: %w", err)
 	}
 	return &device{
-		backend: backend, decoder: decoder, weights: weights, kv: kv,
+		split: ranks.Part.TP > 1, backend: backend, decoder: decoder, weights: weights, kv: kv,
 		sampler: sampler{mode: c.Logprobs},
 	}, nil
 }
 
-// run computes one pass and samples or measures its wanted rows.
-func (d *device) run(p *Plan) ([]Output, error) {
-	outputs := make([]Output, len(p.Rows))
-	err := d.decoder.Forward(d.weights, d.kv, p.Batch, func(i int, logits []float32) {
-		outputs[i] = d.output(p.Rows[i], logits)
-	})
-	return outputs, err
+// run computes one pass. each gets the logits of its wanted rows, on the engine's first rank.
+func (d *device) run(b model.Batch, each func(i int, logits []float32)) error {
+	return d.decoder.Forward(d.weights, d.kv, b, each)
 }
 
+// state is a fingerprint of the activations that the latest pass left, where other ranks have the same.
+func (d *device) state() uint64 {
+	if !d.split {
+		return 0
+	}
+	return digest(d.decoder.State())
+}
+
+// output samples or measures one wanted row.
 func (d *device) output(row Row, logits []float32) Output {
 	r := row.request
 	if row.Target >= 0 {

@@ -8,6 +8,7 @@ import (
 	"baton/checkpoint"
 	"baton/compute/cpu"
 	"baton/kvcache"
+	"baton/model"
 	"baton/transfer"
 	"baton/wire"
 )
@@ -35,7 +36,7 @@ func generate(t *testing.T, ck *checkpoint.Checkpoint, blocks, continuation int)
 		t.Fatal(err)
 	}
 	defer memory.Close()
-	d, err := newDevice(c, backend, memory.Data)
+	d, err := newDevice(c, model.Solo(ck.Spec.Layers), backend, memory.Data)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -62,8 +63,8 @@ func generate(t *testing.T, ck *checkpoint.Checkpoint, blocks, continuation int)
 		if plan == nil {
 			t.Fatal("stuck")
 		}
-		outputs, err := d.run(plan)
-		if err != nil {
+		outputs := make([]Output, len(plan.Rows))
+		if err := d.run(plan.Batch, func(i int, logits []float32) { outputs[i] = d.output(plan.Rows[i], logits) }); err != nil {
 			t.Fatal(err)
 		}
 		out := s.Apply(time.Time{}, plan, outputs)

@@ -14,126 +14,45 @@ import (
 	"sync"
 	"time"
 
-	"baton/compute/cpu"
 	"baton/handoff"
-	"baton/transfer"
 	"baton/wire"
 )
 
 // weightVersion is that of the weights an engine starts with.
 const weightVersion = 1
 
-// Engine is one data-parallel group: a Core, the memory of its KV pool, a device, one end of a transfer
-// backend.
+// Engine is one data-parallel group of a Shard: a Core and the ranks that compute for it.
 type Engine struct {
 	config      Config
 	incarnation uint64
 	log         *slog.Logger
 	metrics     engineMetrics
 
-	device    *device
-	memory    *transfer.Memory
-	endpoint  transfer.Endpoint // nil on a colocated engine
-	checksums checksums         // of the pool's blocks, where handoffs are verified
-	core      *Core
+	ranks  []*rank
+	unit   *unit // that computes
+	place  int   // of the engine in it
+	core   *Core
+	done   chan passed        // from the unit
+	events chan handoff.Event // from the ranks
 
-	passes  chan *Plan         // to the computing goroutine
-	done    chan passed        // and back
-	settled chan uint64        // numbers of transfers that came to an end
-	checked chan handoff.Event // of the check that ended
-	workers sync.WaitGroup
-
-	lifetime context.Context // of transfers; ended by Close
-	end      context.CancelFunc
+	workers sync.WaitGroup // that read from connections
 
 	// Owned by Run.
 	conn      *wire.Conn
 	passing   bool
-	leaving   error    // why, once the coordinator said that the engine is to: errStopped or an *awayError
-	profile   *profile // being written
-	transfers map[uint64]transfer.Handle
-	checks    []func() handoff.Event // of blocks and their checksums; the first is under way
+	leaving   error          // why, once the coordinator said that the engine is to: errStopped or an *awayError
+	profile   *profile       // being written
+	transfers map[uint64]int // the rank of each that is under way
 }
 
-// passed is a pass that ended.
-type passed struct {
-	plan    *Plan
-	outputs []Output
-	took    time.Duration
-	err     error
-}
-
-// New loads the model, allocates the pool and opens the transfer backend.
-func New(c Config) (*Engine, error) {
-	c, err := c.withDefaults()
-	if err != nil {
-		return nil, err
-	}
-	e := &Engine{
+func newEngine(c Config) *Engine {
+	return &Engine{
 		config: c, incarnation: newIncarnation(),
 		log:       c.Logger.With("engine", c.Name),
 		metrics:   c.Metrics.engine(c.Name),
-		passes:    make(chan *Plan),
 		done:      make(chan passed, 1),
-		settled:   make(chan uint64, 64),
-		checked:   make(chan handoff.Event, 1),
-		transfers: map[uint64]transfer.Handle{},
-	}
-	e.lifetime, e.end = context.WithCancel(context.Background())
-	if err := e.open(); err != nil {
-		return nil, errors.Join(err, e.Close())
-	}
-	e.workers.Go(e.compute)
-	return e, nil
-}
-
-func (e *Engine) open() (err error) {
-	c := e.config
-	blocks := c.blocks()
-	if e.memory, err = transfer.NewMemory(c.memoryBytes(), "baton-kv-"+c.Name); err != nil {
-		return fmt.Errorf("engine: KV pool of %d blocks: %w", blocks, err)
-	}
-	backend, err := cpu.New(cpu.Options{Threads: c.Threads})
-	if err != nil {
-		return err
-	}
-	if e.device, err = newDevice(c, backend, e.memory.Data[:c.kvBytes():c.kvBytes()]); err != nil {
-		return errors.Join(err, backend.Close())
-	}
-	core := c.core()
-	if c.Role != wire.RoleBoth {
-		if err := e.openTransfers(&core); err != nil {
-			return err
-		}
-	}
-	e.core, err = NewCore(core)
-	return err
-}
-
-// Close stops the computing goroutine and frees everything. Call it after Run has returned.
-func (e *Engine) Close() error {
-	close(e.passes)
-	var errs []error
-	if e.endpoint != nil {
-		errs = append(errs, e.endpoint.Close()) // waits until no transfer touches the pool
-	}
-	e.end()
-	e.workers.Wait()
-	if e.device != nil {
-		errs = append(errs, e.device.close())
-	}
-	if e.memory != nil {
-		errs = append(errs, e.memory.Close())
-	}
-	return errors.Join(errs...)
-}
-
-// compute runs passes until Close.
-func (e *Engine) compute() {
-	for plan := range e.passes {
-		began := time.Now()
-		outputs, err := e.device.run(plan)
-		e.done <- passed{plan, outputs, time.Since(began), err}
+		events:    make(chan handoff.Event, eventQueue),
+		transfers: map[uint64]int{},
 	}
 }
 
@@ -233,7 +152,7 @@ func (e *Engine) register(ctx context.Context, inbox <-chan wire.Message, ended 
 	c := e.config
 	if err := e.conn.Send(&wire.RegisterRole{
 		Role: c.Role, Name: c.Name, Incarnation: e.incarnation, Model: c.ServedModel, Geometry: c.geometry(),
-		Transport: c.Transport, Ranks: e.ranks(), Requests: c.MaxRequests, Blocks: c.blocks(),
+		Transport: c.Transport, Ranks: e.infos(), Requests: c.MaxRequests, Blocks: c.blocks(),
 		MaxTokens: c.MaxTokens, WeightVersion: weightVersion, Continuation: max(c.Continuation, 0),
 		Logprobs: string(c.Logprobs),
 	}); err != nil {
@@ -259,15 +178,12 @@ func (e *Engine) register(ctx context.Context, inbox <-chan wire.Message, ended 
 	}
 }
 
-func (e *Engine) ranks() []wire.RankInfo {
-	if e.endpoint == nil {
-		return []wire.RankInfo{{}}
+func (e *Engine) infos() []wire.RankInfo {
+	infos := make([]wire.RankInfo, len(e.ranks))
+	for i, r := range e.ranks {
+		infos[i] = r.info()
 	}
-	rank := wire.RankInfo{Transport: e.endpoint.Describe()}
-	if e.config.verifies() {
-		rank.Checksums = e.config.kvBytes()
-	}
-	return []wire.RankInfo{rank}
+	return infos
 }
 
 // pollInterval is how often transfers that may still touch memory are looked at.
@@ -299,10 +215,8 @@ func (e *Engine) serve(ctx context.Context, inbox <-chan wire.Message, ended <-c
 			if err := e.passed(p); err != nil {
 				return fatalError{err}
 			}
-		case id := <-e.settled:
-			e.transferSettled(id)
-		case event := <-e.checked:
-			e.checkEnded(event)
+		case event := <-e.events:
+			e.happened(event)
 		case <-poll.C:
 			e.step(Tick{})
 		case err := <-ended:
@@ -338,7 +252,7 @@ func (e *Engine) plan() {
 	e.carryOut(actions)
 	if plan != nil {
 		e.passing = true
-		e.passes <- plan
+		e.unit.passes <- pass{e.place, plan, e.done}
 	}
 	e.metrics.gauge(e.core)
 }
@@ -366,7 +280,7 @@ func (e *Engine) carryOut(actions []Action) {
 		case Send:
 			e.send(a.Message)
 		case Transfer:
-			if answer := e.transfer(a.Order); answer != nil {
+			if answer := e.order(a.Order); answer != nil {
 				actions = append(actions, e.core.Step(time.Now(), Moved{answer})...)
 			}
 		case Handed:
@@ -383,6 +297,64 @@ func (e *Engine) carryOut(actions []Action) {
 			}
 		case Warn:
 			e.log.Warn(a.Text)
+		}
+	}
+}
+
+// order gives one of the handoff's orders to the rank that it concerns. The answer, if it is known at once, is its
+// next event.
+func (e *Engine) order(order handoff.Action) handoff.Event {
+	on := func(rank int, transfer uint64) handoff.Event {
+		if transfer != 0 {
+			e.transfers[transfer] = rank
+		}
+		event := e.ranks[rank].order(order)
+		e.forget(event)
+		return event
+	}
+	switch a := order.(type) {
+	case handoff.Seal:
+		return on(a.Rank, 0)
+	case handoff.OpenExport:
+		return on(a.Rank, 0)
+	case handoff.Revoke:
+		return on(a.Rank, 0)
+	case handoff.Verify:
+		return on(a.Rank, 0)
+	case handoff.StartPull:
+		return on(a.Rank, a.Transfer)
+	case handoff.StartPush:
+		return on(a.Rank, a.Transfer)
+	case handoff.Expect:
+		return on(a.Rank, a.Transfer)
+	case handoff.Cancel:
+		if rank, ok := e.transfers[a.Transfer]; ok {
+			return on(rank, 0)
+		}
+	case handoff.Recheck:
+		if rank, ok := e.transfers[a.Transfer]; ok {
+			return on(rank, 0)
+		}
+	}
+	return nil
+}
+
+// happened takes in what an order came to.
+func (e *Engine) happened(event handoff.Event) {
+	e.forget(event)
+	e.step(Moved{event})
+}
+
+// forget drops a transfer that has come to an end, or never began.
+func (e *Engine) forget(event handoff.Event) {
+	switch v := event.(type) {
+	case handoff.Settled:
+		if v.Safe {
+			delete(e.transfers, v.Transfer)
+		}
+	case handoff.Expected:
+		if v.Err != nil {
+			delete(e.transfers, v.Transfer)
 		}
 	}
 }

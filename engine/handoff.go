@@ -76,10 +76,15 @@ func (c *Core) startImport(now time.Time, m *wire.SubmitRequestWithKV) {
 		c.send(refused)
 		return
 	}
+	t, err := c.templates.from(m.Source.Ranks)
+	if err != nil {
+		c.send(refusal(m.ID, "source", "the KV at %s cannot be copied: %v", m.Source.Engine, err))
+		return
+	}
 	c.step(now, handoff.Import{
 		Message: m, Version: c.config.Version, Capacity: r.capacity(),
 		Reserve:  c.sched.config.reserve(len(m.Prompt) + len(m.Generated)),
-		Template: c.config.Template, Checksums: c.config.ChecksumTemplate,
+		Template: t.blocks, Checksums: t.checksums,
 	})
 }
 

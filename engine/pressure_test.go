@@ -325,14 +325,10 @@ func newDecodeCore(t *testing.T, blocks, requests int) *decodeCore {
 	if err != nil {
 		t.Fatal(err)
 	}
-	template, err := layout.Compile(g, holdings, holdings)
-	if err != nil {
-		t.Fatal(err)
-	}
 	core, err := NewCore(CoreConfig{
 		Name: "decode", Role: wire.RoleDecode, MaxRequests: requests, MaxTokens: requests, MaxSeqLen: 100,
 		Vocabulary: toyVocabulary, BlockSize: 4, Blocks: blocks, Continuation: 1,
-		BlockBytes: []int64{g.BlockBytes(holdings[0])}, Template: template, Secret: []byte{1},
+		Geometry: g, Holdings: holdings, Secret: []byte{1},
 	})
 	if err != nil {
 		t.Fatal(err)

@@ -43,6 +43,9 @@ type Holding struct {
 	Head, Heads   int
 }
 
+// Whole is what the only rank of an engine holds.
+func (g Geometry) Whole() Holding { return Holding{Layers: g.Layers, Heads: g.KVHeads} }
+
 // Holdings tells what the ranks of an engine hold, in the order of Shard.Group. stages are the layers of
 // each pipeline stage and add up to all of them. With more ranks than heads a head is replicated.
 func (g Geometry) Holdings(tp int, stages []int) ([]Holding, error) {
@@ -133,8 +136,8 @@ func (e *CoverageError) Error() string {
 		e.Layer, e.Head, e.Dst, e.Sources)
 }
 
-// Compile plans the copies from every source rank to every destination rank. Of replicas the first is
-// read. The error tells an impossible holding or is a *CoverageError.
+// Compile plans the copies from every source rank to every destination rank. Destinations take turns at replicas.
+// The error tells an impossible holding or is a *CoverageError.
 func Compile(g Geometry, src, dst []Holding) (*Template, error) {
 	if err := g.validate(); err != nil {
 		return nil, err
@@ -151,22 +154,24 @@ func Compile(g Geometry, src, dst []Holding) (*Template, error) {
 			}
 		}
 	}
-	seen := map[Holding]bool{}
-	var readable []int // source ranks without later replicas
+	var distinct []Holding
+	replicas := map[Holding][]int{} // source ranks
 	for rank, h := range src {
-		if !seen[h] {
-			seen[h] = true
-			readable = append(readable, rank)
+		if replicas[h] == nil {
+			distinct = append(distinct, h)
 		}
+		replicas[h] = append(replicas[h], rank)
 	}
-	t := &Template{}
+	t, readers := &Template{}, map[Holding]int{}
 	for to, want := range dst {
 		var parts []Holding
-		for _, from := range readable {
-			part, ok := intersect(src[from], want)
+		for _, h := range distinct {
+			part, ok := intersect(h, want)
 			if !ok {
 				continue
 			}
+			from := replicas[h][readers[h]%len(replicas[h])]
+			readers[h]++
 			parts = append(parts, part)
 			t.Legs = append(t.Legs, Leg{
 				Src: from, Dst: to, SrcBlock: g.BlockBytes(src[from]), DstBlock: g.BlockBytes(want),

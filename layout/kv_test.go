@@ -130,7 +130,14 @@ func TestReplicasAreReadOnce(t *testing.T) {
 		from = append(from, l.Src)
 	}
 	if want := []int{0, 4}; !slices.Equal(from, want) {
-		t.Errorf("read from %v, want the first of each group of replicas %v", from, want)
+		t.Errorf("read from %v, want one of each group of replicas %v", from, want)
+	}
+	var pairs [][2]int
+	for _, l := range compile(t, g, holdings(t, g, 8, 1), holdings(t, g, 4, 1)).Legs {
+		pairs = append(pairs, [2]int{l.Src, l.Dst})
+	}
+	if want := [][2]int{{0, 0}, {1, 1}, {4, 2}, {5, 3}}; !slices.Equal(pairs, want) {
+		t.Errorf("from and to %v, want the readers spread over the replicas %v", pairs, want)
 	}
 }
 

@@ -11,6 +11,7 @@ import (
 	"baton/checkpoint"
 	"baton/compute"
 	"baton/compute/cpu"
+	"baton/layout"
 	"baton/model"
 )
 
@@ -54,7 +55,7 @@ func logprob(logits []float32, id int32) float32 {
 // The decoder alone, one sequence in one scattered block table, against transformers.
 func TestGoldens(t *testing.T) {
 	const blockSize = 16
-	for _, name := range []string{"llama", "qwen2", "qwen3", "qwen3_moe"} {
+	for _, name := range []string{"llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"} {
 		t.Run(name, func(t *testing.T) {
 			ck, g := loadGolden(t, name)
 			backend, err := cpu.New(cpu.Options{Threads: 2})
@@ -62,19 +63,19 @@ func TestGoldens(t *testing.T) {
 				t.Fatal(err)
 			}
 			defer backend.Close()
-			weights, err := model.LoadWeights(backend, ck.Weights)
+			weights, err := model.LoadWeights(backend, ck, layout.Whole(ck.Spec.Layers))
 			if err != nil {
 				t.Fatal(err)
 			}
-			decoder, err := model.NewDecoder(backend, ck.Spec, 512, 512)
+			decoder, err := model.NewDecoder(backend, ck.Spec, model.Solo(ck.Spec.Layers), 512, 512)
 			if err != nil {
 				t.Fatal(err)
 			}
 			defer decoder.Close()
 			kv := compute.KV{
-				Blocks: 32, Layers: ck.Spec.Layers, Heads: ck.Spec.KVHeads, HeadDim: ck.Spec.HeadDim,
-				BlockSize: blockSize, DType: ck.Spec.WeightType,
+				Blocks: 32, Layers: ck.Spec.Layers, BlockSize: blockSize, DType: ck.Spec.WeightType,
 			}
+			kv.Planes, kv.Heads, kv.HeadDim = ck.Spec.Cache()
 			if kv.Buf, err = backend.Alloc(kv.Blocks * kv.BlockBytes()); err != nil {
 				t.Fatal(err)
 			}
@@ -139,12 +140,12 @@ func TestExpertsTakeTurns(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer backend.Close()
-	weights, err := model.LoadWeights(backend, ck.Weights)
+	weights, err := model.LoadWeights(backend, ck, layout.Whole(ck.Spec.Layers))
 	if err != nil {
 		t.Fatal(err)
 	}
 	run := func(chunk int) []float32 {
-		decoder, err := model.NewDecoder(backend, ck.Spec, chunk, tokens)
+		decoder, err := model.NewDecoder(backend, ck.Spec, model.Solo(ck.Spec.Layers), chunk, tokens)
 		if err != nil {
 			t.Fatal(err)
 		}

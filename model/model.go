@@ -5,15 +5,16 @@ package model
 
 import (
 	"fmt"
-	"math"
+	"slices"
 
 	"baton/checkpoint"
 	"baton/compute"
+	"baton/layout"
 	"baton/tensor"
 )
 
-// WeightSet is one version of a decoder's weights, loaded onto a device. It never changes: an update
-// makes another.
+// WeightSet is one version of a rank's part of the weights, loaded onto its device. It never changes: an
+// update makes another.
 type WeightSet struct {
 	embed, norm, head compute.Weight
 	layers            []layerWeights
@@ -29,11 +30,16 @@ type layerWeights struct {
 
 	router  compute.Weight // nil in a layer with an MLP
 	experts struct{ gate, up, down compute.Experts }
+
+	latent     latentWeights
+	routerBias compute.Weight
+	shared     sharedWeights
 }
 
-// LoadWeights makes a checkpoint's weights usable by the backend. The checkpoint must stay open.
-func LoadWeights(b compute.Backend, w checkpoint.Weights) (*WeightSet, error) {
-	l := loader{backend: b}
+// LoadWeights makes a rank's part of a checkpoint's weights usable by the backend. The checkpoint must stay
+// open and must have passed CheckShard.
+func LoadWeights(b compute.Backend, ck *checkpoint.Checkpoint, part layout.Part) (*WeightSet, error) {
+	l, w := loader{backend: b, part: part}, ck.Shard(part)
 	set := &WeightSet{
 		embed:  l.load(w.Embed),
 		norm:   l.load(w.Norm),
@@ -50,6 +56,7 @@ func LoadWeights(b compute.Backend, w checkpoint.Weights) (*WeightSet, error) {
 			gateBias: l.load(from.GateBias), upBias: l.load(from.UpBias), downBias: l.load(from.DownBias),
 			router: l.load(from.Router),
 		}
+		l.latent(&set.layers[i], &from)
 		if len(from.Experts) > 0 {
 			l.experts(&set.layers[i], from.Experts)
 		}
@@ -60,6 +67,7 @@ func LoadWeights(b compute.Backend, w checkpoint.Weights) (*WeightSet, error) {
 // loader keeps the first error, so that a list of loads reads as a list.
 type loader struct {
 	backend compute.Backend
+	part    layout.Part
 	err     error
 }
 
@@ -82,21 +90,28 @@ type Batch struct {
 	Slots     []int32            // where each row's KV goes: block*BlockSize + offset
 	Sequences []compute.Sequence // which rows belong together, and their block tables
 	Logits    []int32            // rows whose logits are wanted, in the order they are delivered
+	// Lockstep is how many rows each engine computes that shares experts with this one, in the order of
+	// Ranks.Tokens; nil where none does.
+	Lockstep []int
 }
 
 // maxLogitRows bounds the logits kept at a time: with a vocabulary of 150k, 64 rows take 38 MB.
 const maxLogitRows = 64
 
-// maxSegments is how many parts a row-parallel product is cut into at most: tensor-parallel widths up to
-// this one give the same bits.
-const maxSegments = 8
-
-// Decoder runs passes of one architecture on one backend. It is used by one goroutine at a time.
+// Decoder runs a rank's part of passes of one architecture on one backend. It is used by one goroutine at a
+// time, and all ranks make the same passes.
 type Decoder struct {
 	spec      checkpoint.Spec
+	ranks     Ranks
+	heads     int // of this rank
+	kvHeads   int
+	mlp       int // columns of the MLP
+	vocab     int // ids, from firstID on
+	firstID   int32
 	backend   compute.Backend
 	rope      compute.Buffer
 	maxTokens int
+	rows      int // of the latest pass
 	work      workspace
 }
 
@@ -105,34 +120,31 @@ type workspace struct {
 	buffers                   []compute.Buffer
 	x, h, q, k, v, attn       compute.Mat
 	gate, up                  compute.Mat
+	latent                    latentWorkspace
 	experts                   expertWorkspace
 	lastRows, lastNorm, logit compute.Mat
+	logits                    compute.Mat // of the whole vocabulary
 	host                      []float32
 }
 
 // NewDecoder prepares passes of at most maxTokens rows over sequences of at most maxPositions tokens.
-func NewDecoder(b compute.Backend, spec checkpoint.Spec, maxTokens, maxPositions int) (*Decoder, error) {
+func NewDecoder(b compute.Backend, spec checkpoint.Spec, ranks Ranks, maxTokens, maxPositions int) (*Decoder, error) {
 	rope, err := b.Rope(spec.Rope.Frequencies, spec.Rope.Scale, spec.Rope.Interleaved, maxPositions)
 	if err != nil {
 		return nil, fmt.Errorf("model: rope table: %w", err)
 	}
-	d := &Decoder{spec: spec, backend: b, rope: rope, maxTokens: maxTokens}
+	p := ranks.Part
+	from, to := tensor.Slice(spec.VocabSize, p.TP, p.TPRank)
+	first, last := tensor.Slice(spec.Intermediate, p.TP, p.TPRank)
+	d := &Decoder{
+		spec: spec, ranks: ranks, backend: b, rope: rope, maxTokens: maxTokens,
+		heads: spec.Heads / p.TP, kvHeads: max(spec.KVHeads/p.TP, 1), mlp: last - first, vocab: to - from, firstID: int32(from),
+	}
 	if err := d.allocate(); err != nil {
 		d.Close()
 		return nil, err
 	}
 	return d, nil
-}
-
-// segments is into how many parts a row-parallel product over units (heads, or single columns) of the
-// given width is cut: the largest power of two, up to maxSegments, that gives equal parts of whole units
-// and whole quantisation blocks.
-func segments(units, width int, t tensor.DType) int {
-	s, block := maxSegments, t.BlockElements()
-	for s > 1 && (units%s != 0 || units/s*width%block != 0) {
-		s /= 2
-	}
-	return s
 }
 
 func (d *Decoder) allocate() error {
@@ -141,14 +153,7 @@ func (d *Decoder) allocate() error {
 	for _, m := range append([]area{
 		{&w.x, d.maxTokens, s.HiddenSize},
 		{&w.h, d.maxTokens, s.HiddenSize},
-		{&w.q, d.maxTokens, s.Heads * s.HeadDim},
-		{&w.k, d.maxTokens, s.KVHeads * s.HeadDim},
-		{&w.v, d.maxTokens, s.KVHeads * s.HeadDim},
-		{&w.attn, d.maxTokens, s.Heads * s.HeadDim},
-		{&w.lastRows, rows, s.HiddenSize},
-		{&w.lastNorm, rows, s.HiddenSize},
-		{&w.logit, rows, s.VocabSize},
-	}, d.feedForward()...) {
+	}, slices.Concat(d.attentionAreas(), d.output(rows), d.feedForward())...) {
 		buf, err := d.backend.Alloc(4 * m.rows * m.cols)
 		if err != nil {
 			return fmt.Errorf("model: workspace of %d x %d: %w", m.rows, m.cols, err)
@@ -156,8 +161,23 @@ func (d *Decoder) allocate() error {
 		w.buffers = append(w.buffers, buf)
 		*m.to = compute.Mat{Buf: buf, Rows: m.rows, Cols: m.cols, Stride: m.cols}
 	}
-	w.host = make([]float32, rows*s.VocabSize)
+	if w.logits.Buf != nil {
+		w.host = make([]float32, rows*s.VocabSize)
+	}
 	return d.allocateRouting()
+}
+
+// output lists what it takes to make logits: those of the vocabulary that the last stage's ranks have, and all
+// of it where they come together.
+func (d *Decoder) output(rows int) (out []area) {
+	w, p := &d.work, d.ranks.Part
+	if p.Last() {
+		out = append(out, area{&w.lastRows, rows, d.spec.HiddenSize}, area{&w.lastNorm, rows, d.spec.HiddenSize}, area{&w.logit, rows, d.vocab})
+	}
+	if p.TPRank == 0 && (p.First() || p.Last()) {
+		out = append(out, area{&w.logits, rows, d.spec.VocabSize})
+	}
+	return out
 }
 
 // area is a matrix of the workspace.
@@ -171,14 +191,15 @@ type area struct {
 func (d *Decoder) feedForward() []area {
 	var out []area
 	dense, sparse := false, false
-	for i := range d.spec.Layers {
+	p := d.ranks.Part
+	for i := p.Layer; i < p.Layer+p.Layers; i++ {
 		dense, sparse = dense || !d.spec.Sparse(i), sparse || d.spec.Sparse(i)
 	}
 	if dense {
-		out = append(out, area{&d.work.gate, d.maxTokens, d.spec.Intermediate}, area{&d.work.up, d.maxTokens, d.spec.Intermediate})
+		out = append(out, area{&d.work.gate, d.maxTokens, d.mlp}, area{&d.work.up, d.maxTokens, d.mlp})
 	}
 	if sparse {
-		out = append(out, d.expertAreas()...)
+		out = slices.Concat(out, d.expertAreas(), d.sharedAreas())
 	}
 	return out
 }
@@ -197,76 +218,3 @@ func (d *Decoder) Close() {
 
 // Spec is the architecture the decoder runs.
 func (d *Decoder) Spec() checkpoint.Spec { return d.spec }
-
-// Forward runs one pass and hands over the logits of the rows in batch.Logits, in order: each receives
-// the index into batch.Logits and a slice that is valid only during the call. The pass has written the
-// rows' KV when Forward returns nil.
-func (d *Decoder) Forward(ws *WeightSet, kv compute.KV, batch Batch, each func(i int, logits []float32)) error {
-	n := len(batch.Tokens)
-	if n == 0 || n > d.maxTokens || len(batch.Positions) != n || len(batch.Slots) != n {
-		return fmt.Errorf("model: a pass of %d tokens, %d positions, %d slots (at most %d tokens)",
-			n, len(batch.Positions), len(batch.Slots), d.maxTokens)
-	}
-	x := d.work.x.Slice(0, n)
-	d.backend.Embed(x, ws.embed, 0, batch.Tokens)
-	for i := range ws.layers {
-		d.layer(&ws.layers[i], i, kv, batch, n)
-	}
-	for from := 0; from < len(batch.Logits); from += d.work.logit.Rows {
-		rows := batch.Logits[from:min(from+d.work.logit.Rows, len(batch.Logits))]
-		host, err := d.logits(ws, x, rows)
-		if err != nil {
-			return err
-		}
-		for i := range rows {
-			each(from+i, host[i*d.spec.VocabSize:(i+1)*d.spec.VocabSize])
-		}
-	}
-	// A pass without wanted logits still reports a device fault.
-	return d.backend.Read(nil, x.Slice(0, 0))
-}
-
-// layer adds one block's attention and MLP, or experts, to the residual stream.
-func (d *Decoder) layer(w *layerWeights, layer int, kv compute.KV, batch Batch, n int) {
-	b, s, k := d.backend, d.spec, &d.work
-	x, h := k.x.Slice(0, n), k.h.Slice(0, n)
-	q, key, value, attn := k.q.Slice(0, n), k.k.Slice(0, n), k.v.Slice(0, n), k.attn.Slice(0, n)
-
-	b.RMSNorm(h, x, w.inputNorm, s.NormEps)
-	b.MatMul(q, h, w.q, compute.Linear{Bias: w.qBias})
-	b.MatMul(key, h, w.k, compute.Linear{Bias: w.kBias})
-	b.MatMul(value, h, w.v, compute.Linear{Bias: w.vBias})
-	if s.QKNorm {
-		b.RMSNorm(q.Heads(s.Heads), q.Heads(s.Heads), w.qNorm, s.NormEps)
-		b.RMSNorm(key.Heads(s.KVHeads), key.Heads(s.KVHeads), w.kNorm, s.NormEps)
-	}
-	b.RotateHeads(q, s.HeadDim, d.rope, batch.Positions)
-	b.RotateHeads(key, s.HeadDim, d.rope, batch.Positions)
-	b.StoreKV(kv, layer, key, value, batch.Slots)
-	b.Attention(attn, q, kv, layer, batch.Sequences, float32(1/math.Sqrt(float64(s.HeadDim))))
-	b.MatMul(x, attn, w.o, compute.Linear{Bias: w.oBias, Residual: true, Segments: segments(s.Heads, s.HeadDim, w.o.DType())})
-
-	b.RMSNorm(h, x, w.postNorm, s.NormEps)
-	if w.router != nil {
-		d.experts(w, x, h)
-		return
-	}
-	gate, up := k.gate.Slice(0, n), k.up.Slice(0, n)
-	b.MatMul(gate, h, w.gate, compute.Linear{Bias: w.gateBias})
-	b.MatMul(up, h, w.up, compute.Linear{Bias: w.upBias})
-	b.SiLUMul(gate, gate, up)
-	b.MatMul(x, gate, w.down, compute.Linear{Bias: w.downBias, Residual: true, Segments: segments(s.Intermediate, 1, w.down.DType())})
-}
-
-func (d *Decoder) logits(ws *WeightSet, x compute.Mat, rows []int32) ([]float32, error) {
-	n := len(rows)
-	last, norm, out := d.work.lastRows.Slice(0, n), d.work.lastNorm.Slice(0, n), d.work.logit.Slice(0, n)
-	d.backend.GatherRows(last, x, rows)
-	d.backend.RMSNorm(norm, last, ws.norm, d.spec.NormEps)
-	d.backend.MatMul(out, norm, ws.head, compute.Linear{})
-	host := d.work.host[:n*d.spec.VocabSize]
-	if err := d.backend.Read(host, out); err != nil {
-		return nil, fmt.Errorf("model: %w", err)
-	}
-	return host, nil
-}

@@ -263,7 +263,7 @@ func TestDecodeAllocatesInProportion(t *testing.T) {
 		runtime.ReadMemStats(&before)
 		decodeFrame(frame)
 		runtime.ReadMemStats(&after)
-		if got, limit := after.TotalAlloc-before.TotalAlloc, uint64(4096+32*len(frame)); got > limit {
+		if got, limit := after.TotalAlloc-before.TotalAlloc, uint64(8192+32*len(frame)); got > limit {
 			t.Errorf("%s: %d bytes allocated for a frame of %d", name, got, len(frame))
 		}
 	}

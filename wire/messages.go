@@ -128,6 +128,8 @@ type RankInfo struct {
 	Transport []byte
 	// Checksums is where in the rank's memory the checksums of its blocks begin. 0: it keeps none.
 	Checksums int64
+	// The rank holds, of every block, Layers from Layer on and Heads from Head on. Layers 0: all of it.
+	Layer, Layers, Head, Heads int
 }
 
 // RegisterRoleAck confirms a registration (Error empty) or refuses it with the reason.

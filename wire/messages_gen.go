@@ -828,11 +828,15 @@ func (z *Pause) Msgsize() (s int) {
 // MarshalMsg implements msgp.Marshaler
 func (z *RankInfo) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
-	// array header, size 3
-	o = append(o, 0x93)
+	// array header, size 7
+	o = append(o, 0x97)
 	o = msgp.AppendInt(o, z.Rank)
 	o = msgp.AppendBytes(o, z.Transport)
 	o = msgp.AppendInt64(o, z.Checksums)
+	o = msgp.AppendInt(o, z.Layer)
+	o = msgp.AppendInt(o, z.Layers)
+	o = msgp.AppendInt(o, z.Head)
+	o = msgp.AppendInt(o, z.Heads)
 	return
 }
 
@@ -869,6 +873,38 @@ func (z *RankInfo) UnmarshalMsg(bts []byte) (o []byte, err error) {
 		if zb0001--; zb0001 == 0 {
 			break
 		}
+		z.Layer, bts, err = msgp.ReadIntBytes(bts)
+		if err != nil {
+			err = msgp.WrapError(err, "Layer")
+			return
+		}
+		if zb0001--; zb0001 == 0 {
+			break
+		}
+		z.Layers, bts, err = msgp.ReadIntBytes(bts)
+		if err != nil {
+			err = msgp.WrapError(err, "Layers")
+			return
+		}
+		if zb0001--; zb0001 == 0 {
+			break
+		}
+		z.Head, bts, err = msgp.ReadIntBytes(bts)
+		if err != nil {
+			err = msgp.WrapError(err, "Head")
+			return
+		}
+		if zb0001--; zb0001 == 0 {
+			break
+		}
+		z.Heads, bts, err = msgp.ReadIntBytes(bts)
+		if err != nil {
+			err = msgp.WrapError(err, "Heads")
+			return
+		}
+		if zb0001--; zb0001 == 0 {
+			break
+		}
 		for ; zb0001 > 0; zb0001-- {
 			bts, err = msgp.Skip(bts)
 			if err != nil {
@@ -883,7 +919,7 @@ func (z *RankInfo) UnmarshalMsg(bts []byte) (o []byte, err error) {
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *RankInfo) Msgsize() (s int) {
-	s = 1 + msgp.IntSize + msgp.BytesPrefixSize + len(z.Transport) + msgp.Int64Size
+	s = 1 + msgp.IntSize + msgp.BytesPrefixSize + len(z.Transport) + msgp.Int64Size + msgp.IntSize + msgp.IntSize + msgp.IntSize + msgp.IntSize
 	return
 }
 
@@ -904,11 +940,11 @@ func (z *RegisterRole) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.AppendString(o, z.Transport)
 	o = msgp.AppendArrayHeader(o, uint32(len(z.Ranks)))
 	for za0001 := range z.Ranks {
-		// array header, size 3
-		o = append(o, 0x93)
-		o = msgp.AppendInt(o, z.Ranks[za0001].Rank)
-		o = msgp.AppendBytes(o, z.Ranks[za0001].Transport)
-		o = msgp.AppendInt64(o, z.Ranks[za0001].Checksums)
+		o, err = z.Ranks[za0001].MarshalMsg(o)
+		if err != nil {
+			err = msgp.WrapError(err, "Ranks", za0001)
+			return
+		}
 	}
 	o = msgp.AppendInt(o, z.Requests)
 	o = msgp.AppendInt(o, z.Blocks)
@@ -988,44 +1024,10 @@ func (z *RegisterRole) UnmarshalMsg(bts []byte) (o []byte, err error) {
 			z.Ranks = make([]RankInfo, zb0002)
 		}
 		for zb0001 := range z.Ranks {
-			var zb0003 uint32
-			zb0003, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			bts, err = z.Ranks[zb0001].UnmarshalMsg(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "Ranks", zb0001)
 				return
-			}
-			for zb0003 > 0 {
-				z.Ranks[zb0001].Rank, bts, err = msgp.ReadIntBytes(bts)
-				if err != nil {
-					err = msgp.WrapError(err, "Ranks", zb0001, "Rank")
-					return
-				}
-				if zb0003--; zb0003 == 0 {
-					break
-				}
-				z.Ranks[zb0001].Transport, bts, err = msgp.ReadBytesBytes(bts, z.Ranks[zb0001].Transport)
-				if err != nil {
-					err = msgp.WrapError(err, "Ranks", zb0001, "Transport")
-					return
-				}
-				if zb0003--; zb0003 == 0 {
-					break
-				}
-				z.Ranks[zb0001].Checksums, bts, err = msgp.ReadInt64Bytes(bts)
-				if err != nil {
-					err = msgp.WrapError(err, "Ranks", zb0001, "Checksums")
-					return
-				}
-				if zb0003--; zb0003 == 0 {
-					break
-				}
-				for ; zb0003 > 0; zb0003-- {
-					bts, err = msgp.Skip(bts)
-					if err != nil {
-						err = msgp.WrapError(err)
-						return
-					}
-				}
 			}
 		}
 		if zb0001--; zb0001 == 0 {
@@ -1095,7 +1097,7 @@ func (z *RegisterRole) UnmarshalMsg(bts []byte) (o []byte, err error) {
 func (z *RegisterRole) Msgsize() (s int) {
 	s = 1 + msgp.StringPrefixSize + len(z.Role) + msgp.StringPrefixSize + len(z.Name) + msgp.Uint64Size + msgp.StringPrefixSize + len(z.Model) + z.Geometry.Msgsize() + msgp.StringPrefixSize + len(z.Transport) + msgp.ArrayHeaderSize
 	for zb0001 := range z.Ranks {
-		s += 1 + msgp.IntSize + msgp.BytesPrefixSize + len(z.Ranks[zb0001].Transport) + msgp.Int64Size
+		s += z.Ranks[zb0001].Msgsize()
 	}
 	s += msgp.IntSize + msgp.IntSize + msgp.IntSize + msgp.Uint64Size + msgp.IntSize + msgp.StringPrefixSize + len(z.Logprobs)
 	return
@@ -1917,11 +1919,11 @@ func (z *SendKV) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.AppendBytes(o, z.Tag)
 	o = msgp.AppendArrayHeader(o, uint32(len(z.Ranks)))
 	for za0001 := range z.Ranks {
-		// array header, size 3
-		o = append(o, 0x93)
-		o = msgp.AppendInt(o, z.Ranks[za0001].Rank)
-		o = msgp.AppendBytes(o, z.Ranks[za0001].Transport)
-		o = msgp.AppendInt64(o, z.Ranks[za0001].Checksums)
+		o, err = z.Ranks[za0001].MarshalMsg(o)
+		if err != nil {
+			err = msgp.WrapError(err, "Ranks", za0001)
+			return
+		}
 	}
 	o = msgp.AppendUint64(o, z.Reader)
 	return
@@ -1988,44 +1990,10 @@ func (z *SendKV) UnmarshalMsg(bts []byte) (o []byte, err error) {
 			z.Ranks = make([]RankInfo, zb0002)
 		}
 		for zb0001 := range z.Ranks {
-			var zb0003 uint32
-			zb0003, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			bts, err = z.Ranks[zb0001].UnmarshalMsg(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "Ranks", zb0001)
 				return
-			}
-			for zb0003 > 0 {
-				z.Ranks[zb0001].Rank, bts, err = msgp.ReadIntBytes(bts)
-				if err != nil {
-					err = msgp.WrapError(err, "Ranks", zb0001, "Rank")
-					return
-				}
-				if zb0003--; zb0003 == 0 {
-					break
-				}
-				z.Ranks[zb0001].Transport, bts, err = msgp.ReadBytesBytes(bts, z.Ranks[zb0001].Transport)
-				if err != nil {
-					err = msgp.WrapError(err, "Ranks", zb0001, "Transport")
-					return
-				}
-				if zb0003--; zb0003 == 0 {
-					break
-				}
-				z.Ranks[zb0001].Checksums, bts, err = msgp.ReadInt64Bytes(bts)
-				if err != nil {
-					err = msgp.WrapError(err, "Ranks", zb0001, "Checksums")
-					return
-				}
-				if zb0003--; zb0003 == 0 {
-					break
-				}
-				for ; zb0003 > 0; zb0003-- {
-					bts, err = msgp.Skip(bts)
-					if err != nil {
-						err = msgp.WrapError(err)
-						return
-					}
-				}
 			}
 		}
 		if zb0001--; zb0001 == 0 {
@@ -2055,7 +2023,7 @@ func (z *SendKV) UnmarshalMsg(bts []byte) (o []byte, err error) {
 func (z *SendKV) Msgsize() (s int) {
 	s = 1 + msgp.Uint64Size + msgp.Uint64Size + msgp.IntSize + z.Blocks.Msgsize() + msgp.BytesPrefixSize + len(z.Tag) + msgp.ArrayHeaderSize
 	for zb0001 := range z.Ranks {
-		s += 1 + msgp.IntSize + msgp.BytesPrefixSize + len(z.Ranks[zb0001].Transport) + msgp.Int64Size
+		s += z.Ranks[zb0001].Msgsize()
 	}
 	s += msgp.Uint64Size
 	return
@@ -2149,11 +2117,11 @@ func (z *Source) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.AppendUint64(o, z.Incarnation)
 	o = msgp.AppendArrayHeader(o, uint32(len(z.Ranks)))
 	for za0001 := range z.Ranks {
-		// array header, size 3
-		o = append(o, 0x93)
-		o = msgp.AppendInt(o, z.Ranks[za0001].Rank)
-		o = msgp.AppendBytes(o, z.Ranks[za0001].Transport)
-		o = msgp.AppendInt64(o, z.Ranks[za0001].Checksums)
+		o, err = z.Ranks[za0001].MarshalMsg(o)
+		if err != nil {
+			err = msgp.WrapError(err, "Ranks", za0001)
+			return
+		}
 	}
 	o, err = z.Export.MarshalMsg(o)
 	if err != nil {
@@ -2200,44 +2168,10 @@ func (z *Source) UnmarshalMsg(bts []byte) (o []byte, err error) {
 			z.Ranks = make([]RankInfo, zb0002)
 		}
 		for zb0001 := range z.Ranks {
-			var zb0003 uint32
-			zb0003, bts, err = msgp.ReadArrayHeaderBytes(bts)
+			bts, err = z.Ranks[zb0001].UnmarshalMsg(bts)
 			if err != nil {
 				err = msgp.WrapError(err, "Ranks", zb0001)
 				return
-			}
-			for zb0003 > 0 {
-				z.Ranks[zb0001].Rank, bts, err = msgp.ReadIntBytes(bts)
-				if err != nil {
-					err = msgp.WrapError(err, "Ranks", zb0001, "Rank")
-					return
-				}
-				if zb0003--; zb0003 == 0 {
-					break
-				}
-				z.Ranks[zb0001].Transport, bts, err = msgp.ReadBytesBytes(bts, z.Ranks[zb0001].Transport)
-				if err != nil {
-					err = msgp.WrapError(err, "Ranks", zb0001, "Transport")
-					return
-				}
-				if zb0003--; zb0003 == 0 {
-					break
-				}
-				z.Ranks[zb0001].Checksums, bts, err = msgp.ReadInt64Bytes(bts)
-				if err != nil {
-					err = msgp.WrapError(err, "Ranks", zb0001, "Checksums")
-					return
-				}
-				if zb0003--; zb0003 == 0 {
-					break
-				}
-				for ; zb0003 > 0; zb0003-- {
-					bts, err = msgp.Skip(bts)
-					if err != nil {
-						err = msgp.WrapError(err)
-						return
-					}
-				}
 			}
 		}
 		if zb0001--; zb0001 == 0 {
@@ -2267,7 +2201,7 @@ func (z *Source) UnmarshalMsg(bts []byte) (o []byte, err error) {
 func (z *Source) Msgsize() (s int) {
 	s = 1 + msgp.StringPrefixSize + len(z.Engine) + msgp.Uint64Size + msgp.ArrayHeaderSize
 	for zb0001 := range z.Ranks {
-		s += 1 + msgp.IntSize + msgp.BytesPrefixSize + len(z.Ranks[zb0001].Transport) + msgp.Int64Size
+		s += z.Ranks[zb0001].Msgsize()
 	}
 	s += z.Export.Msgsize()
 	return

@@ -19,9 +19,9 @@ func TestRefusedCommandLines(t *testing.T) {
 		{"serve --model x --kv-memory lots", 2, "is not a size"},
 		{"serve --model x --shards dp=2,role=prefill", 1, "role"},
 		{"serve --model " + goldenPath("qwen3") + " --shards dp=4000 --listen 127.0.0.1:0", 1, "at most 64"},
-		{"serve --model " + goldenPath("qwen3") + " --shards tp=2 --listen 127.0.0.1:0", 1, "tp=1"},
+		{"serve --model " + goldenPath("qwen3") + " --shards tp=3 --listen 127.0.0.1:0", 1, "8 attention heads over 3 ranks"},
 		{"serve --model nowhere --listen 127.0.0.1:0", 1, "nowhere"},
-		{"engine --model x --dp=100000", 1, "1 to 64"},
+		{"engine --model x --shard=dp=4096", 1, "at most 64 ranks"},
 		{"engine --model x --role cook", 2, "--role"},
 	} {
 		var out, log bytes.Buffer

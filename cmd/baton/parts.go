@@ -81,55 +81,55 @@ func (f frontendFlags) frontendConfig(m *loaded, log *slog.Logger) (frontend.Con
 	return c, nil
 }
 
-// maxEngines bounds the engines of one process: each has threads, a KV pool and a connection of its own.
-const maxEngines = 64
+// maxRanks bounds the ranks of one process: each has threads, a part of a KV pool and workspaces of its own.
+const maxRanks = 64
 
-// engines makes one engine for each data-parallel group of each shard.
-func engines(shards []layout.Shard, base engine.Config) (list []*engine.Engine, err error) {
+// engines opens every shard's engines, one a data-parallel group.
+func engines(shards []layout.Shard, base engine.Config) (list []*engine.Shard, err error) {
 	defer func() {
 		if err != nil {
-			for _, e := range list {
-				err = errors.Join(err, e.Close())
-			}
+			err = errors.Join(err, closeAll(list))
 			list = nil
 		}
 	}()
 	total := 0
 	for _, s := range shards {
-		total += s.DP
+		total += s.Ranks()
 	}
-	if total > maxEngines {
-		return nil, fmt.Errorf("--shards: %d engines (the sum of dp) in one process; at most %d", total, maxEngines)
+	if total > maxRanks {
+		return nil, fmt.Errorf("--shards: %d ranks (tp·pp·dp, over all shards) in one process; at most %d", total, maxRanks)
 	}
 	for i, s := range shards {
-		if s.TP*s.PP*s.EP != 1 {
-			return list, fmt.Errorf("--shards: shard %d is %v; this version runs tp=1, pp=1, ep=1 (dp as you like)", i, s)
+		c := base
+		c.Shard, c.Role = s, cmp.Or(s.Role, wire.RoleBoth)
+		c.Name = fmt.Sprintf("%s_s%d", c.Role, i)
+		if s.DP == 1 {
+			c.Name += "_dp0"
 		}
-		for dp := range s.DP {
-			c := base
-			c.Role = cmp.Or(s.Role, wire.RoleBoth)
-			c.Name = fmt.Sprintf("%s_s%d_dp%d", c.Role, i, dp)
-			e, err := engine.New(c)
-			if err != nil {
-				return list, err
-			}
-			list = append(list, e)
+		shard, err := engine.Open(c)
+		if err != nil {
+			return list, fmt.Errorf("--shards: shard %d: %w", i, err)
 		}
+		list = append(list, shard)
 	}
 	return list, nil
 }
 
 // runEngines runs engines until ctx ends or one of them fails, and closes them.
-func runEngines(ctx context.Context, list []*engine.Engine, dial engine.Dialer) error {
+func runEngines(ctx context.Context, list []*engine.Shard, dial engine.Dialer) error {
 	group, ctx := errgroup.WithContext(ctx)
-	for _, e := range list {
-		group.Go(func() error { return e.Run(ctx, dial) })
+	for _, s := range list {
+		group.Go(func() error { return s.Run(ctx, dial) })
 	}
-	err := group.Wait()
-	for _, e := range list {
-		err = errors.Join(err, e.Close())
+	return errors.Join(group.Wait(), closeAll(list))
+}
+
+func closeAll(list []*engine.Shard) error {
+	var errs []error
+	for _, s := range list {
+		errs = append(errs, s.Close())
 	}
-	return err
+	return errors.Join(errs...)
 }
 
 // newRegistry is a registry with the process's own series.

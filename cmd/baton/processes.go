@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"time"
 
@@ -79,14 +78,18 @@ type engineCmd struct {
 	Role         string `enum:"prefill,decode,both" default:"both" help:"What the engine does: ${enum}."`
 	Coordinator  string `default:"127.0.0.1:7000" placeholder:"ADDR" help:"Address of the coordinator. Default: ${default}."`
 	Name         string `placeholder:"NAME" help:"Name of the engine, unique at its coordinator. Default: the role and a random number."`
-	DP           int    `name:"dp" default:"1" help:"Data-parallel engines in this process."`
+	Shard        string `default:"tp=1" placeholder:"SPEC" help:"How ranks split the model, as in \"tp=2,pp=2,dp=2\"; each of the dp groups is an engine. Experts are spread by ep and expt_tp."`
 	TransferHost string `default:"127.0.0.1" placeholder:"HOST" help:"Address at which other hosts reach this one's KV (tcp, tcp-push)."`
 	Metrics      string `placeholder:"ADDR" help:"Also serve /metrics at this address."`
 }
 
 func (c *engineCmd) Run(env *environment) error {
-	if c.DP < 1 || c.DP > maxEngines {
-		return fmt.Errorf("--dp %d: a process runs 1 to %d engines", c.DP, maxEngines)
+	shards, err := layout.ParseShards(c.Shard)
+	if err != nil {
+		return fmt.Errorf("--shard: %w", err)
+	}
+	if len(shards) != 1 || shards[0].Role != "" || shards[0].Ranks() > maxRanks {
+		return fmt.Errorf("--shard %q: it must be one shard of at most %d ranks (tp·pp·dp); its role is --role", c.Shard, maxRanks)
 	}
 	sec, err := c.secure("engine", env.log)
 	if err != nil {
@@ -109,23 +112,15 @@ func (c *engineCmd) Run(env *environment) error {
 	base := c.config(c.modelFlags, model.Checkpoint)
 	base.Logger, base.Metrics, base.TransferHost = env.log, engine.NewMetrics(reg), c.TransferHost
 	base.TransferTLS = sec.id
-	var list []*engine.Engine
-	for i := range c.DP {
-		one := base
-		one.Role, one.Name = c.Role, c.engineName(i)
-		e, err := engine.New(one)
-		if err != nil {
-			for _, made := range list {
-				err = errors.Join(err, made.Close())
-			}
-			return err
-		}
-		list = append(list, e)
+	base.Role, base.Name, base.Shard = c.Role, c.engineName(), shards[0]
+	shard, err := engine.Open(base)
+	if err != nil {
+		return err
 	}
 	env.started()
 	group, ctx := errgroup.WithContext(env.ctx)
 	group.Go(func() error {
-		return runEngines(ctx, list, func(ctx context.Context, hello wire.Connect) (*wire.Conn, error) {
+		return runEngines(ctx, []*engine.Shard{shard}, func(ctx context.Context, hello wire.Connect) (*wire.Conn, error) {
 			conn, _, err := wire.Dial(ctx, "tcp", c.Coordinator, hello, sec.client())
 			return conn, err
 		})
@@ -134,15 +129,11 @@ func (c *engineCmd) Run(env *environment) error {
 	return group.Wait()
 }
 
-func (c *engineCmd) engineName(dp int) string {
-	name := c.Name
-	if name == "" {
-		name = fmt.Sprintf("%s_%06x", c.Role, coordinator.Incarnation()>>40)
+func (c *engineCmd) engineName() string {
+	if c.Name != "" {
+		return c.Name
 	}
-	if c.DP > 1 {
-		name = fmt.Sprintf("%s_dp%d", name, dp)
-	}
-	return name
+	return fmt.Sprintf("%s_%06x", c.Role, coordinator.Incarnation()>>40)
 }
 
 // frontendCmd is the HTTP frontend alone.

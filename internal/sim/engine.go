@@ -18,8 +18,6 @@ type seat struct {
 	name     string
 	role     string
 	holdings []layout.Holding
-	template *layout.Template
-	sums     *layout.Template // of checksums, where handoffs are verified
 	life     *life            // nil between a death and the next start
 }
 
@@ -27,21 +25,12 @@ func (w *world) newSeat(name string) (*seat, error) {
 	f := w.script.Fleet
 	s := &seat{w: w, name: name, role: strings.TrimRight(name, "0123456789")}
 	g := geometry(f.BlockSize)
-	source, err := holdings(g, f.PrefillTP, f.PrefillPP)
-	if err != nil {
-		return nil, err
+	tp, pp := f.DecodeTP, f.DecodePP
+	if s.role == wire.RolePrefill {
+		tp, pp = f.PrefillTP, f.PrefillPP
 	}
-	destination, err := holdings(g, f.DecodeTP, f.DecodePP)
-	if err != nil {
-		return nil, err
-	}
-	if s.holdings = destination; s.role == wire.RolePrefill {
-		s.holdings = source
-	}
-	if s.template, err = layout.Compile(g, source, destination); err != nil || !f.verifies() {
-		return s, err
-	}
-	s.sums, err = layout.Compile(sumGeometry(f.BlockSize), source, destination)
+	var err error
+	s.holdings, err = holdings(g, tp, pp)
 	return s, err
 }
 
@@ -124,8 +113,8 @@ func (s *seat) start() {
 	core, err := engine.NewCore(engine.CoreConfig{
 		Name: s.name, Role: s.role, MaxRequests: f.MaxRequests, MaxTokens: f.MaxTokens, MaxSeqLen: maxSeqLen,
 		Vocabulary: vocabulary, BlockSize: f.BlockSize, Blocks: blocks, Version: w.version, Continuation: f.Continuation,
-		BlockBytes: l.memory.blockBytes(), Template: s.template, Verify: handoff.Verification(f.Verify),
-		Checksums: l.memory.checksums(), ChecksumTemplate: s.sums, Push: f.Push, Timeout: transferTimeout,
+		Geometry: geometry(f.BlockSize), Holdings: s.holdings, Verify: handoff.Verification(f.Verify),
+		Checksums: l.memory.checksums(), ChecksumTile: sumTile, Push: f.Push, Timeout: transferTimeout,
 		Secret: binary.LittleEndian.AppendUint64(nil, l.birth),
 	})
 	if err != nil {
@@ -253,7 +242,8 @@ func (l *life) register(k *link) {
 		WeightVersion: l.version, Continuation: f.Continuation,
 	}
 	for rank := range l.memory.ranks {
-		info := wire.RankInfo{Rank: rank, Transport: descriptor(l, rank)}
+		h := l.seat.holdings[rank]
+		info := wire.RankInfo{Rank: rank, Transport: descriptor(l, rank), Layer: h.Layer, Layers: h.Layers, Head: h.Head, Heads: h.Heads}
 		if f.verifies() {
 			info.Checksums = l.memory.checksums()[rank].Off
 		}
