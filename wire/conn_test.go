@@ -120,7 +120,7 @@ func TestCloseEndsRecv(t *testing.T) {
 
 func TestSlowPeerOverflows(t *testing.T) {
 	a, b := pair(t, Options{MaxFrame: 1 << 16, MaxQueue: 1 << 20})
-	m := &TPBroadcast{Raw: make([]byte, 1<<15)}
+	m := &RankOrder{Peer: make([]byte, 1<<15)}
 	var err error
 	for range 1000 { // b reads nothing; the sockets take a few hundred KiB
 		if err = a.Send(m); err != nil {
@@ -147,7 +147,7 @@ func TestSlowPeerOverflows(t *testing.T) {
 
 func TestStuckPeerTimesOut(t *testing.T) {
 	a, _ := pair(t, Options{WriteTimeout: 50 * time.Millisecond})
-	a.Send(&TPBroadcast{Raw: make([]byte, 32<<20)})
+	a.Send(&RankOrder{Peer: make([]byte, 32<<20)})
 	<-a.Done()
 	if err := a.Err(); !errors.Is(err, os.ErrDeadlineExceeded) {
 		t.Fatalf("got %v", err)
@@ -157,7 +157,7 @@ func TestStuckPeerTimesOut(t *testing.T) {
 func TestFrameLimit(t *testing.T) {
 	a, b := pair(t, Options{MaxFrame: 1000})
 	var size *FrameSizeError
-	if err := a.Send(&TPBroadcast{Raw: make([]byte, 1000)}); !errors.As(err, &size) || size.Limit != 1000 {
+	if err := a.Send(&RankOrder{Peer: make([]byte, 1000)}); !errors.As(err, &size) || size.Limit != 1000 {
 		t.Fatalf("got %v, want a FrameSizeError", err)
 	}
 	// The connection is unharmed.
@@ -405,7 +405,7 @@ func TestTLS(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := &TPBroadcast{Raw: bytes.Repeat([]byte("x"), 100_000)}
+	want := &RankOrder{Peer: bytes.Repeat([]byte("x"), 100_000)}
 	c.Send(want)
 	if got, err := c.Recv(); err != nil || !reflect.DeepEqual(got, want) {
 		t.Fatalf("got %v", err)

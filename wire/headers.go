@@ -60,6 +60,20 @@ func newMessage(h Header) Message {
 		return new(Shutdown)
 	case HeaderTPBroadcast:
 		return new(TPBroadcast)
+	case HeaderJoinShard:
+		return new(JoinShard)
+	case HeaderShardJoined:
+		return new(ShardJoined)
+	case HeaderRanksReady:
+		return new(RanksReady)
+	case HeaderStepDone:
+		return new(StepDone)
+	case HeaderStepLogits:
+		return new(StepLogits)
+	case HeaderRankOrder:
+		return new(RankOrder)
+	case HeaderRankEvent:
+		return new(RankEvent)
 	case HeaderKVHandoffComplete:
 		return new(KVHandoffComplete)
 	case HeaderStatusRequest:
@@ -129,6 +143,20 @@ func (h Header) String() string {
 		return "Shutdown"
 	case HeaderTPBroadcast:
 		return "TPBroadcast"
+	case HeaderJoinShard:
+		return "JoinShard"
+	case HeaderShardJoined:
+		return "ShardJoined"
+	case HeaderRanksReady:
+		return "RanksReady"
+	case HeaderStepDone:
+		return "StepDone"
+	case HeaderStepLogits:
+		return "StepLogits"
+	case HeaderRankOrder:
+		return "RankOrder"
+	case HeaderRankEvent:
+		return "RankEvent"
 	case HeaderKVHandoffComplete:
 		return "KVHandoffComplete"
 	case HeaderStatusRequest:
@@ -222,6 +250,27 @@ func (*Shutdown) Header() Header { return HeaderShutdown }
 
 // Header is HeaderTPBroadcast.
 func (*TPBroadcast) Header() Header { return HeaderTPBroadcast }
+
+// Header is HeaderJoinShard.
+func (*JoinShard) Header() Header { return HeaderJoinShard }
+
+// Header is HeaderShardJoined.
+func (*ShardJoined) Header() Header { return HeaderShardJoined }
+
+// Header is HeaderRanksReady.
+func (*RanksReady) Header() Header { return HeaderRanksReady }
+
+// Header is HeaderStepDone.
+func (*StepDone) Header() Header { return HeaderStepDone }
+
+// Header is HeaderStepLogits.
+func (*StepLogits) Header() Header { return HeaderStepLogits }
+
+// Header is HeaderRankOrder.
+func (*RankOrder) Header() Header { return HeaderRankOrder }
+
+// Header is HeaderRankEvent.
+func (*RankEvent) Header() Header { return HeaderRankEvent }
 
 // Header is HeaderKVHandoffComplete.
 func (*KVHandoffComplete) Header() Header { return HeaderKVHandoffComplete }

@@ -18,7 +18,7 @@ package wire
 //msgp:vartuple Connect ConnectAck Geometry RegisterRole RankInfo RegisterRoleAck Sampling SubmitRequest TokenLogprobs Result
 //msgp:vartuple Export Stats EngineReply EngineReplyPartial AbortRequest RequestAborted Source SubmitRequestWithKV
 //msgp:vartuple KVTransferReady SendKV KVReadDone ReleaseKV RequestError Disconnect Pause Unpause Suspend Resume
-//msgp:vartuple SetGenerationEpoch Stop StartProfiler StopProfiler Shutdown TPBroadcast KVHandoffComplete
+//msgp:vartuple SetGenerationEpoch Stop StartProfiler StopProfiler Shutdown KVHandoffComplete
 
 // Header says what a frame holds. The numbers are those of Megatron-LM's coordinator.
 type Header uint8
@@ -50,8 +50,7 @@ const (
 	HeaderStopProfiler        Header = 47
 	HeaderDisconnect          Header = 60 // engine -> coordinator: leaving; coordinator -> client or engine: not to come back
 	HeaderShutdown            Header = 61 // client -> coordinator
-	HeaderTPBroadcast         Header = 80 // leader rank -> ranks
-	HeaderKVHandoffComplete   Header = 81 // leader rank <-> ranks
+	HeaderKVHandoffComplete   Header = 81 // rank -> leader rank
 )
 
 // Tokens are token ids; on the wire little-endian int32 in one binary string.
@@ -358,13 +357,14 @@ type StopProfiler struct{}
 // Shutdown asks the coordinator to stop everything.
 type Shutdown struct{}
 
-// TPBroadcast is a leader rank's step plan for its other ranks, in the engine's own form.
-type TPBroadcast struct{ Raw []byte }
-
-// KVHandoffComplete is one rank's verdict on a handoff, and the leader's on the whole.
+// KVHandoffComplete is the end of one rank's part of a handoff. The leader counts them: the handoff is complete
+// when all ranks have theirs, and fails with the first that does.
 type KVHandoffComplete struct {
-	ID         uint64
-	Rank       int
+	ID         uint64 // of the transfer, a number of the engine's
+	Rank       int    // within the engine
 	Failed     bool
-	SourceSafe bool
+	SourceSafe bool // nothing touches the memory of either side any more
+	Engine     int  // within the shard
+	Bytes      int64
+	Error      string
 }

@@ -603,12 +603,15 @@ func (z *Geometry) Msgsize() (s int) {
 // MarshalMsg implements msgp.Marshaler
 func (z *KVHandoffComplete) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
-	// array header, size 4
-	o = append(o, 0x94)
+	// array header, size 7
+	o = append(o, 0x97)
 	o = msgp.AppendUint64(o, z.ID)
 	o = msgp.AppendInt(o, z.Rank)
 	o = msgp.AppendBool(o, z.Failed)
 	o = msgp.AppendBool(o, z.SourceSafe)
+	o = msgp.AppendInt(o, z.Engine)
+	o = msgp.AppendInt64(o, z.Bytes)
+	o = msgp.AppendString(o, z.Error)
 	return
 }
 
@@ -653,6 +656,30 @@ func (z *KVHandoffComplete) UnmarshalMsg(bts []byte) (o []byte, err error) {
 		if zb0001--; zb0001 == 0 {
 			break
 		}
+		z.Engine, bts, err = msgp.ReadIntBytes(bts)
+		if err != nil {
+			err = msgp.WrapError(err, "Engine")
+			return
+		}
+		if zb0001--; zb0001 == 0 {
+			break
+		}
+		z.Bytes, bts, err = msgp.ReadInt64Bytes(bts)
+		if err != nil {
+			err = msgp.WrapError(err, "Bytes")
+			return
+		}
+		if zb0001--; zb0001 == 0 {
+			break
+		}
+		z.Error, bts, err = msgp.ReadStringBytes(bts)
+		if err != nil {
+			err = msgp.WrapError(err, "Error")
+			return
+		}
+		if zb0001--; zb0001 == 0 {
+			break
+		}
 		for ; zb0001 > 0; zb0001-- {
 			bts, err = msgp.Skip(bts)
 			if err != nil {
@@ -667,7 +694,7 @@ func (z *KVHandoffComplete) UnmarshalMsg(bts []byte) (o []byte, err error) {
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *KVHandoffComplete) Msgsize() (s int) {
-	s = 1 + msgp.Uint64Size + msgp.IntSize + msgp.BoolSize + msgp.BoolSize
+	s = 1 + msgp.Uint64Size + msgp.IntSize + msgp.BoolSize + msgp.BoolSize + msgp.IntSize + msgp.Int64Size + msgp.StringPrefixSize + len(z.Error)
 	return
 }
 
@@ -2711,50 +2738,6 @@ func (z *Suspend) UnmarshalMsg(bts []byte) (o []byte, err error) {
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *Suspend) Msgsize() (s int) {
 	s = 1
-	return
-}
-
-// MarshalMsg implements msgp.Marshaler
-func (z *TPBroadcast) MarshalMsg(b []byte) (o []byte, err error) {
-	o = msgp.Require(b, z.Msgsize())
-	// array header, size 1
-	o = append(o, 0x91)
-	o = msgp.AppendBytes(o, z.Raw)
-	return
-}
-
-// UnmarshalMsg implements msgp.Unmarshaler
-func (z *TPBroadcast) UnmarshalMsg(bts []byte) (o []byte, err error) {
-	var zb0001 uint32
-	zb0001, bts, err = msgp.ReadArrayHeaderBytes(bts)
-	if err != nil {
-		err = msgp.WrapError(err)
-		return
-	}
-	for zb0001 > 0 {
-		z.Raw, bts, err = msgp.ReadBytesBytes(bts, z.Raw)
-		if err != nil {
-			err = msgp.WrapError(err, "Raw")
-			return
-		}
-		if zb0001--; zb0001 == 0 {
-			break
-		}
-		for ; zb0001 > 0; zb0001-- {
-			bts, err = msgp.Skip(bts)
-			if err != nil {
-				err = msgp.WrapError(err)
-				return
-			}
-		}
-	}
-	o = bts
-	return
-}
-
-// Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
-func (z *TPBroadcast) Msgsize() (s int) {
-	s = 1 + msgp.BytesPrefixSize + len(z.Raw)
 	return
 }
 
