@@ -1,6 +1,7 @@
 package checkpoint_test
 
 import (
+	"cmp"
 	"encoding/json/v2"
 	"errors"
 	"fmt"
@@ -134,10 +135,17 @@ func TestGoldens(t *testing.T) {
 		"qwen3_moe": {Family: "qwen3_moe", VocabSize: 640, HiddenSize: 64, Layers: 4, Heads: 8, KVHeads: 4, HeadDim: 16, Intermediate: 128, NormEps: 1e-6, MaxPositions: 4096, BOS: 1, QKNorm: true, Experts: checkpoint.Experts{
 			Count: 8, TopK: 2, Intermediate: 48, Normalize: true, Layers: []bool{false, true, true, true},
 		}},
+		"deepseek_v3": {Family: "deepseek_v3", VocabSize: 640, HiddenSize: 64, Layers: 4, Heads: 8, KVHeads: 1, HeadDim: 40, Intermediate: 128, NormEps: 1e-5, MaxPositions: 4096, BOS: 1,
+			Latent: checkpoint.Latent{Rank: 32, QueryRank: 40, Nope: 24, Rope: 16, Value: 16, NormEps: 1e-6, Scale: 0.24413709},
+			Experts: checkpoint.Experts{
+				Count: 8, TopK: 2, Intermediate: 48, Normalize: true, Layers: []bool{false, true, true, true},
+				Sigmoid: true, Groups: 4, TopGroups: 2, Scale: 2.5, Shared: 48,
+			}},
 	} {
 		c := open(t, filepath.Join(goldens, name))
 		got := c.Spec
-		if len(got.Rope.Frequencies) != want.HeadDim/2 || got.Rope.Scale != 1 || got.Rope.Interleaved {
+		latent := want.Latent.Rank > 0
+		if rotated := cmp.Or(want.Latent.Rope, want.HeadDim); len(got.Rope.Frequencies) != rotated/2 || (got.Rope.Scale != 1) != latent || got.Rope.Interleaved != latent {
 			t.Errorf("%s: rope %+v", name, got.Rope)
 		}
 		got.Rope, want.EOS, want.WeightType = checkpoint.Rope{}, []int32{2}, tensor.F32
@@ -294,10 +302,16 @@ func TestConfigRefusals(t *testing.T) {
 		"partial rope":      {config{"partial_rotary_factor": 0.5}, tensor.ErrUnsupported, "partial_rotary_factor: is 0.5"},
 		"linear, no factor": {scaling(config{"type": "linear"}), tensor.ErrMalformed, "rope factor: is 0"},
 		"llama3 factors":    {scaling(config{"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}), tensor.ErrMalformed, "high_freq_factor: is 4"},
+		"yarn shrinks":      {scaling(config{"rope_type": "yarn", "factor": 0.5}), tensor.ErrMalformed, "rope_scaling.factor: is 0.5; yarn stretches, so it must be at least 1"},
+		"yarn by nothing":   {scaling(config{"rope_type": "yarn", "factor": 0}), tensor.ErrMalformed, "rope_scaling.factor: is 0"},
+		"yarn backwards":    {config{"rope_parameters": config{"rope_type": "yarn", "factor": -4}}, tensor.ErrMalformed, "rope_parameters.factor: is -4"},
+		"yarn derived":      {scaling(config{"rope_type": "yarn", "original_max_position_embeddings": 128}), tensor.ErrMalformed, "rope factor: is 0.5; yarn stretches"},
 		"yarn betas":        {scaling(config{"rope_type": "yarn", "factor": 8, "beta_fast": 1, "beta_slow": 2}), tensor.ErrMalformed, "beta_fast: is 1"},
 		"yarn original":     {scaling(config{"rope_type": "yarn", "factor": 8, "original_max_position_embeddings": -1}), tensor.ErrMalformed, "rope original: is -1"},
 		"attention factor":  {scaling(config{"rope_type": "yarn", "factor": 8, "attention_factor": -1}), tensor.ErrMalformed, "rope attention factor: is -1"},
 		"theta":             {config{"rope_theta": 1}, tensor.ErrMalformed, "rope_theta: is 1; it must be over 1"},
+		"no theta":          {config{"rope_theta": 0}, tensor.ErrMalformed, "rope_theta: is 0"},
+		"negative theta":    {config{"rope_parameters": config{"rope_theta": -1e4}}, tensor.ErrMalformed, "rope_theta: is -10000"},
 		"vanishing":         {scaling(config{"type": "linear", "factor": 1e300}).with(config{"rope_theta": 1e300}), tensor.ErrMalformed, "gets frequency 0"},
 		"odd head":          {config{"head_dim": 7}, tensor.ErrMalformed, "rope dimensions: are 7"},
 		"head not given":    {config{"head_dim": nil, "hidden_size": 9}, tensor.ErrMalformed, "num_attention_heads: is 4, which does not divide hidden_size 9"},

@@ -25,6 +25,9 @@ func openAny(t *testing.T, path string) {
 		return
 	}
 	s := c.Spec
+	if s.Latent.Rank > 0 && (len(c.Weights.Layers[0].KUp) != s.Heads || c.Weights.Layers[0].VUp[s.Heads-1].Cols() != s.Latent.Rank) {
+		t.Fatalf("latent attention does not match %+v", s)
+	}
 	if len(c.Weights.Layers) != s.Layers || c.Weights.Layers[0].Q.Rows() != s.Heads*s.HeadDim || c.Weights.Head.Rows() != s.VocabSize {
 		t.Fatalf("weights do not match %+v", s)
 	}
@@ -53,7 +56,7 @@ func FuzzConfig(f *testing.F) {
 		}
 		f.Add(text)
 	}
-	for _, name := range []string{"llama", "qwen2", "qwen3", "qwen3_moe"} {
+	for _, name := range []string{"llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"} {
 		text, err := os.ReadFile(filepath.Join(goldens, name, "config.json"))
 		if err != nil {
 			f.Fatal(err)
@@ -66,6 +69,22 @@ func FuzzConfig(f *testing.F) {
 			tensors = append(tensors, x)
 		}
 	}
+	fuzzConfig(f, tensors)
+}
+
+func FuzzDeepSeekConfig(f *testing.F) {
+	for _, changes := range []config{nil, {"num_hidden_layers": 2}, {"attention_bias": true, "rope_interleave": false}} {
+		text, err := json.Marshal(map[string]any(deepSeekConfig().with(changes)))
+		if err != nil {
+			f.Fatal(err)
+		}
+		f.Add(text)
+	}
+	fuzzConfig(f, deepSeekTensors("mtp", "biases"))
+}
+
+// fuzzConfig opens the tensors with any config.
+func fuzzConfig(f *testing.F, tensors []tensor.Tensor) {
 	weights, err := modelfile.Safetensors(tensors, nil)
 	if err != nil {
 		f.Fatal(err)

@@ -154,7 +154,7 @@ func (l *loader) strays(n names, layers int, mtp bool) {
 		if _, predicts := l.source.Tensor(fmt.Sprintf(n.layer, i) + n.mtp); mtp && predicts {
 			continue
 		}
-		l.err = problemf(tensor.ErrMalformed, l.path, fmt.Sprintf("tensor %q", t.Name), "is of layer %d, but the model is said to have %d layers; does the config belong to these weights?", i, layers)
+		l.err = problemf(tensor.ErrMalformed, l.path, fmt.Sprintf("tensor %q", t.Name), "is of layer %d, but the number of layers is said to be %d; does the config belong to these weights?", i, layers)
 		return
 	}
 }
