@@ -61,7 +61,7 @@ func (m *member) send(k laneKey, c call, v view) error {
 		c.seq = l.sent
 	}
 	for l.sent-l.taken == queueDepth {
-		if err := m.unreachable(to); err != nil {
+		if err := m.stuck(to, c); err != nil {
 			p.mu.Unlock()
 			return err
 		}
@@ -69,15 +69,18 @@ func (m *member) send(k laneKey, c call, v view) error {
 		p.mu.Lock()
 	}
 	err := m.unreachable(to)
+	back := m.lane(laneKey{k.to, k.from, k.direct})
 	if err == nil {
 		l.sent++
+		back.told = back.taken
 	}
+	taken := back.told
 	p.mu.Unlock()
 	if err != nil {
 		return err
 	}
-	if to.link != nil {
-		return to.link.sendData(m.group, l, c, v)
+	if !to.here {
+		return to.link.sendData(m.group, k, c, taken, v)
 	}
 	msg := message{call: c, shape: v.shape()}
 	if n := v.elements(); n > 0 {
@@ -85,7 +88,7 @@ func (m *member) send(k laneKey, c call, v view) error {
 		pack(*msg.floats, v)
 	}
 	p.mu.Lock()
-	l.put(p, to, msg)
+	m.put(l, msg)
 	p.mu.Unlock()
 	return nil
 }
@@ -101,11 +104,42 @@ func (m *member) unreachable(s *seat) error {
 	return nil
 }
 
+// stuck is why a member cannot wait for another one; process.mu is held.
+func (m *member) stuck(s *seat, c call) error {
+	if err := m.unreachable(s); err != nil {
+		return err
+	}
+	if c.op == opSend {
+		return nil
+	}
+	for i := range m.ranks {
+		if l := m.lanes[laneKey{from: i, to: m.rank}]; l != nil && len(l.queue) > 0 {
+			if err := m.conflict(l, l.queue[0], c); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// conflict ends the world if a message belongs to another operation than the one that its receiver waits in, and not to a
+// later one; process.mu is held.
+func (g *group) conflict(l *lane, msg message, c call) error {
+	if msg.call.seq > c.seq || msg.call == c {
+		return nil
+	}
+	return g.p.endLocked(g.ranks[l.to], g.mismatch(l.from, l.to, "calls "+msg.call.String(), "calls "+c.String()))
+}
+
 // put queues a message for a receiver here; process.mu is held.
-func (l *lane) put(p *process, to *seat, msg message) {
+func (g *group) put(l *lane, msg message) {
 	l.queue = append(l.queue, msg)
-	if to.wait.kind == forData && to.wait.lane == l {
-		p.rouse(to)
+	s := g.p.ranks[g.ranks[l.to]]
+	switch w := &s.wait; {
+	case w.kind == forData && w.lane == l:
+		g.p.rouse(s)
+	case w.group == g && w.kind != awake && !l.direct && w.call.op != opSend:
+		_ = g.conflict(l, msg, w.call) // wakes everybody if so
 	}
 }
 
@@ -119,7 +153,7 @@ func (m *member) take(k laneKey, c call) (message, error) {
 		c.seq = l.taken
 	}
 	for len(l.queue) == 0 {
-		if err := m.unreachable(from); err != nil {
+		if err := m.stuck(from, c); err != nil {
 			p.mu.Unlock()
 			return message{}, err
 		}
@@ -129,16 +163,17 @@ func (m *member) take(k laneKey, c call) (message, error) {
 	msg := l.queue[0]
 	l.queue = slices.Delete(l.queue, 0, 1)
 	l.taken++
-	if from.wait.kind == forRoom && from.wait.lane == l {
+	if from.here && from.wait.kind == forRoom && from.wait.lane == l {
 		p.rouse(from)
 	}
-	tell := from.link != nil && l.taken-l.told >= queueDepth/2
+	tell := !from.here && l.taken-l.told >= queueDepth/2
 	if tell {
 		l.told = l.taken
 	}
+	taken := l.told
 	p.mu.Unlock()
 	if tell {
-		if err := from.link.sendTaken(m.group, l); err != nil {
+		if err := from.link.sendTaken(m.group, k, taken); err != nil {
 			return msg, err
 		}
 	}

@@ -1,11 +1,311 @@
 package collective
 
-// link is the connection to another process.
-type link struct{}
+import (
+	"bufio"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"sync"
+	"sync/atomic"
+	"time"
+	"unsafe"
+)
 
-func (l *link) interrupt()                               {}
-func (l *link) bye(int)                                  {}
-func (l *link) finish()                                  {}
-func (l *link) sendData(*group, *lane, call, view) error { return nil }
-func (l *link) sendTaken(*group, *lane) error            { return nil }
-func (p *process) announce(*group) error                 { return nil }
+// link is the connection to another process. It owns two goroutines: one reads, into the queues of
+// lanes, and never waits for anybody, so that the other process can always write; one says that this process
+// lives. Ranks write on their own goroutines.
+type link struct {
+	p       *process
+	conn    net.Conn
+	addr    string
+	ranks   []int // of the other process
+	silence time.Duration
+
+	writing sync.Mutex // held for a frame; guards what follows
+	torn    bool       // a frame was cut short: nothing can follow it
+	known   map[uint32]bool
+	scratch []byte
+
+	theirs   map[uint32]*group // by the other's numbers; guarded by process.mu
+	writeErr atomic.Pointer[error]
+	over     chan struct{} // closed when the reader has left
+	gone     sync.WaitGroup
+}
+
+// packBytes is how many bytes of a message are collected for one write.
+const packBytes = 128 << 10
+
+// lastWords bounds how long a failing process tries to say why.
+const lastWords = 500 * time.Millisecond
+
+// newLink adds the connection to a process. start lets it work.
+func newLink(p *process, conn net.Conn, addr string, ranks []int, silence time.Duration) *link {
+	l := &link{p: p, conn: conn, addr: addr, ranks: ranks, silence: silence, known: map[uint32]bool{}, theirs: map[uint32]*group{}, over: make(chan struct{})}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.links = append(p.links, l)
+	for _, r := range ranks {
+		p.ranks[r].link, p.ranks[r].home = l, ranks[0]
+	}
+	return l
+}
+
+func (l *link) start() {
+	l.gone.Go(l.read)
+	l.gone.Go(l.live)
+}
+
+// interrupt ends what the link is doing because the world has ended; process.mu is held. The reader leaves
+// at once; a write under way may come to its end.
+func (l *link) interrupt() {
+	_ = l.conn.SetReadDeadline(time.Unix(1, 0)) // it fails for a closed connection only
+	_ = l.conn.SetWriteDeadline(time.Now().Add(lastWords))
+}
+
+// live sends heartbeats. When the world fails it says why and closes the connection.
+func (l *link) live() {
+	defer l.conn.Close()
+	tick := time.NewTicker(min(beatEvery, l.silence/4))
+	defer tick.Stop()
+	for {
+		select {
+		case <-l.p.ended:
+			l.confess()
+			return
+		case <-l.over:
+			if l.p.failed() != nil {
+				l.confess()
+			}
+			return
+		case <-tick.C:
+			reports := l.p.reports()
+			if !l.writing.TryLock() {
+				continue // a frame under way says as much
+			}
+			_ = l.body(header{kind: frameBeat}, beatBody(nil, reports)) // the reader will find out
+			l.writing.Unlock()
+		}
+	}
+}
+
+const beatEvery = 250 * time.Millisecond
+
+// confess says why the world has ended.
+func (l *link) confess() {
+	f := l.p.failure.Load()
+	reason := f.Err.Error()
+	l.writing.Lock()
+	defer l.writing.Unlock()
+	_ = l.body(header{kind: frameFailed, from: f.Rank}, []byte(reason[:min(len(reason), maxReason)]))
+}
+
+// bye says that a rank here has closed.
+func (l *link) bye(rank int) {
+	l.writing.Lock()
+	defer l.writing.Unlock()
+	_ = l.body(header{kind: frameClosed, from: rank}, nil) // if it fails, the reader ends the world
+}
+
+// finish waits for the end of the connection; every rank here has closed.
+func (l *link) finish() {
+	// The other process ends the connection when it has read everything. Closed earlier, it might lose some.
+	late := time.AfterFunc(lastWords, func() { l.conn.Close() })
+	defer late.Stop()
+	l.writing.Lock()
+	if half, ok := l.conn.(interface{ CloseWrite() error }); ok {
+		_ = half.CloseWrite() // the timer or the other process will do
+	}
+	l.writing.Unlock()
+	l.gone.Wait()
+}
+
+// body writes a frame with a small body; l.writing is held.
+func (l *link) body(h header, body []byte) error {
+	h.rows = len(body)
+	l.scratch = append(appendHeader(l.scratch[:0], h), body...)
+	return l.write(l.scratch)
+}
+
+// write writes part of a frame; l.writing is held.
+func (l *link) write(b []byte) error {
+	if l.torn {
+		return net.ErrClosed
+	}
+	_, err := l.conn.Write(b)
+	if err != nil {
+		l.torn = true
+		l.writeErr.CompareAndSwap(nil, &err)
+		// What the other side said last may explain it: the reader has a little time to find that.
+		_ = l.conn.SetReadDeadline(time.Now().Add(lastWords))
+	}
+	return err
+}
+
+// check turns the failure of a write into why the world has ended, which the reader knows. A connection that ended
+// well is no failure.
+func (l *link) check(err error) error {
+	if err == nil {
+		return nil
+	}
+	select {
+	case <-l.p.ended:
+	case <-l.over:
+	}
+	return l.p.failed()
+}
+
+// announce makes a group known to the processes of its members.
+func (p *process) announce(g *group) error {
+	for _, l := range p.links {
+		for _, r := range g.ranks {
+			if p.ranks[r].link == l {
+				if err := l.check(l.announce(g)); err != nil {
+					return err
+				}
+				break
+			}
+		}
+	}
+	return nil
+}
+
+func (l *link) announce(g *group) error {
+	l.writing.Lock()
+	defer l.writing.Unlock()
+	if l.known[g.number] {
+		return nil
+	}
+	l.known[g.number] = true
+	return l.body(header{kind: frameGroup, group: g.number}, groupBody(nil, g.name, g.ranks))
+}
+
+// sendTaken tells the sender of a lane how many messages have been taken.
+func (l *link) sendTaken(g *group, k laneKey, taken uint64) error {
+	l.writing.Lock()
+	err := l.body(header{kind: frameTaken, direct: k.direct, group: g.number, from: k.to, to: k.from, taken: taken}, nil)
+	l.writing.Unlock()
+	return l.check(err)
+}
+
+// sendData writes a message. When it returns v is not needed any more.
+func (l *link) sendData(g *group, k laneKey, c call, taken uint64, v view) error {
+	h := header{
+		kind: frameData, op: c.op, direct: k.direct, group: g.number, from: k.from, to: k.to, root: c.root, seq: c.seq,
+		taken: taken, rows: v.rows, cols: v.cols,
+	}
+	l.writing.Lock()
+	err := l.data(h, v)
+	l.writing.Unlock()
+	return l.check(err)
+}
+
+// data writes a message, collecting rows that are not large.
+func (l *link) data(h header, v view) error {
+	b := appendHeader(l.scratch[:0], h)
+	if v.elements() > 0 && v.dense() {
+		v = v.flat()
+	}
+	for i := 0; i < v.rows && v.cols > 0; i++ {
+		row := asBytes(v.row(i))
+		if len(b)+len(row) > packBytes && len(b) > 0 {
+			if err := l.write(b); err != nil {
+				return err
+			}
+			b = b[:0]
+		}
+		if len(row) <= packBytes {
+			b = append(b, row...)
+		} else if err := l.write(row); err != nil {
+			return err
+		}
+	}
+	l.scratch = b
+	if len(b) == 0 {
+		return nil
+	}
+	return l.write(b)
+}
+
+func asBytes(f []float32) []byte {
+	return unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(f))), 4*len(f))
+}
+
+// read delivers what the other process sends until the connection or the world ends.
+func (l *link) read() {
+	defer close(l.over)
+	r := bufio.NewReaderSize(&watched{link: l}, 64<<10)
+	var head [headerSize]byte
+	for {
+		_, err := io.ReadFull(r, head[:])
+		if err == nil {
+			err = l.frame(r, head[:])
+		}
+		if err == nil {
+			continue
+		}
+		if l.endsWell(err) {
+			return
+		}
+		if w := l.writeErr.Load(); w != nil && errors.Is(err, os.ErrDeadlineExceeded) {
+			err = *w
+		}
+		if err == io.EOF || errors.Is(err, io.ErrUnexpectedEOF) {
+			err = errors.New("the connection ended")
+		}
+		l.p.end(l.ranks[0], &LostError{l.ranks, l.addr, err})
+		return
+	}
+}
+
+// endsWell reports whether nobody needs the connection any more: every rank there has closed and said so, or
+// every rank here has.
+func (l *link) endsWell(err error) bool {
+	l.p.mu.Lock()
+	defer l.p.mu.Unlock()
+	if l.p.open == 0 {
+		return true
+	}
+	for _, r := range l.ranks {
+		if !l.p.ranks[r].closed.Load() {
+			return false
+		}
+	}
+	return err == io.EOF
+}
+
+// watched reads from the connection of a link and fails when nothing comes for too long.
+type watched struct {
+	*link
+	deadline time.Time
+}
+
+func (w *watched) Read(b []byte) (int, error) {
+	if now := time.Now(); w.deadline.Sub(now) < w.silence*7/8 {
+		w.deadline = now.Add(w.silence)
+		if err := w.until(w.deadline); err != nil {
+			return 0, err
+		}
+	}
+	n, err := w.conn.Read(b)
+	if errors.Is(err, os.ErrDeadlineExceeded) && w.writeErr.Load() == nil {
+		// It may be this process that was stopped: then what the other said meanwhile is there to be read.
+		w.deadline = time.Now().Add(time.Millisecond)
+		if err := w.until(w.deadline); err != nil {
+			return 0, err
+		}
+		if n, err = w.conn.Read(b); errors.Is(err, os.ErrDeadlineExceeded) {
+			err = fmt.Errorf("nothing heard for %v", w.silence)
+		}
+	}
+	return n, err
+}
+
+// until sets the deadline, unless the world has ended. Whoever ends it sets one too, later than that.
+func (w *watched) until(t time.Time) error {
+	if err := w.conn.SetReadDeadline(t); err != nil {
+		return err
+	}
+	return w.p.failed()
+}

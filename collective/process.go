@@ -31,7 +31,8 @@ type process struct {
 type seat struct {
 	rank   int
 	home   int           // the lowest rank of its process
-	link   *link         // to its process; nil when it is here
+	here   bool          // it is in this process
+	link   *link         // to its process when it is elsewhere
 	wake   chan struct{} // what it sleeps on
 	closed atomic.Bool   // set under process.mu
 	wait   wait
@@ -44,7 +45,7 @@ func newProcess(size int, local []int) *process {
 		p.ranks = append(p.ranks, &seat{rank: r, wake: make(chan struct{}, 1)})
 	}
 	for _, r := range p.local {
-		p.ranks[r].home = p.local[0]
+		p.ranks[r].here, p.ranks[r].home = true, p.local[0]
 	}
 	return p
 }
@@ -118,7 +119,7 @@ func (p *process) rouseAll() {
 
 // rouse wakes a rank if it sleeps; p.mu is held.
 func (p *process) rouse(s *seat) {
-	if s.link == nil && s.wait.kind != awake {
+	if s.here && s.wait.kind != awake {
 		s.wait.kind = awake
 		s.wake <- struct{}{} // has room: one token a sleep
 	}
@@ -201,7 +202,7 @@ func newGroup(p *process, number uint32, name string, ranks []int) *group {
 	g := &group{p: p, number: number, name: name, ranks: ranks, members: make([]*member, len(ranks)), lanes: map[laneKey]*lane{}}
 	here := 0
 	for _, r := range ranks {
-		if p.ranks[r].link == nil {
+		if p.ranks[r].here {
 			here++
 		}
 	}
