@@ -9,13 +9,14 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 build: ## bin/baton, one static binary
-	go build -trimpath -o bin/baton ./cmd/baton
+	go build -trimpath -buildvcs=auto -o bin/baton ./cmd/baton
 
 model: ## get SmolLM2-135M-Instruct into the cache, once
 	@scripts/fetch-smollm2 >/dev/null
 
-run: build model ## serve SmolLM2 with prefill and decode apart, ask it a question, stay up
-	@bin/baton --log-level=warn serve --model "$$(scripts/fetch-smollm2)" --served-model-name smollm2-135m-instruct \
+LISTEN ?= 127.0.0.1:8000
+run: build model ## serve SmolLM2 at LISTEN with prefill and decode apart, ask it a question, stay up
+	@bin/baton --log-level=warn serve --model "$$(scripts/fetch-smollm2)" --served-model-name smollm2-135m-instruct --listen "$(LISTEN)" \
 	  --ask "What is the capital of France?"
 
 test: build model lint ## everything that must hold, in a few minutes

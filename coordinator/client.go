@@ -346,7 +346,10 @@ func (c *Client) Submit(ctx context.Context, req *wire.SubmitRequest) (*Stream, 
 		c.mu.Unlock()
 		var size *wire.FrameSizeError
 		if errors.As(err, &size) {
-			return nil, &RequestError{Code: wire.CodeInvalid, Field: "prompt", Message: fmt.Sprintf("the request is too large: %v", err)}
+			return nil, &RequestError{
+				Code: wire.CodeInvalid, Field: "prompt", Cause: err,
+				Message: fmt.Sprintf("the prompt has %d tokens: more than a request can carry (%d MiB)", len(req.Prompt), size.Limit>>20),
+			}
 		}
 		return nil, &RequestError{Code: wire.CodeUnavailable, Message: fmt.Sprintf("the coordinator cannot take the request (%v); try again", err), Retryable: true}
 	}

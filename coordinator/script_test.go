@@ -172,7 +172,7 @@ func (s *script) command(t *testing.T, d *datadriven.TestData, from string, a ar
 	switch d.Cmd {
 	case "submit":
 		m := &wire.SubmitRequest{ID: id, Salt: a["salt"], Session: a["session"], Resume: a.tokens("resume")}
-		m.Sampling.MaxTokens = a.int("max", 4)
+		m.Sampling.MaxTokens, m.Sampling.MinTokens = a.int("max", 4), a.int("min", 0)
 		m.Sampling.PromptLogprobs = a["logprobs"] != ""
 		for i := range a.int("prompt", 8) {
 			m.Prompt = append(m.Prompt, int32(a.int("text", 0)*1000+i))

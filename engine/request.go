@@ -154,6 +154,9 @@ func newRequest(sub *wire.SubmitRequest, l limits, now time.Time) (*request, *wi
 	if p.MaxTokens > 0 {
 		limit = min(room, p.MaxTokens)
 	}
+	if p.MinTokens > limit {
+		return nil, refusal(sub.ID, "min_tokens", "at least %d tokens are asked for and at most %d are allowed", p.MinTokens, limit)
+	}
 	if len(sub.Resume) >= limit {
 		return nil, refusal(sub.ID, "resume", "%d tokens were generated already and at most %d are allowed", len(sub.Resume), limit)
 	}

@@ -326,6 +326,8 @@ func TestRefusals(t *testing.T) {
 		{"too long", "prompt", wire.SubmitRequest{Prompt: ramp(100, 0)}},
 		{"never fits", "max_tokens", wire.SubmitRequest{Prompt: ramp(30, 0), Sampling: wire.Sampling{MaxTokens: 20}}},
 		{"bad stop id", "stop_token_ids", wire.SubmitRequest{Prompt: ramp(3, 0), Sampling: wire.Sampling{StopTokenIDs: []int32{5000}}}},
+		{"at least more than at most", "min_tokens", wire.SubmitRequest{Prompt: ramp(3, 0), Sampling: wire.Sampling{MaxTokens: 4, MinTokens: 5}}},
+		{"at least more than there is room", "min_tokens", wire.SubmitRequest{Prompt: ramp(3, 0), Sampling: wire.Sampling{MinTokens: 1 << 20}}},
 		{"negative budget", "max_tokens", wire.SubmitRequest{Prompt: ramp(3, 0), Sampling: wire.Sampling{MaxTokens: -1}}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {

@@ -49,8 +49,10 @@ func (r *chatRequest) settle(withTokenizer bool) error {
 	switch {
 	case r.chat.Messages == nil:
 		return invalid("messages", "messages is required: an array of at least one message")
-	case r.maxTokens == 0 || r.maxCompletionTokens == 0:
+	case r.maxTokens == 0:
 		return invalid("max_tokens", "max_tokens must be at least 1")
+	case r.maxCompletionTokens == 0:
+		return invalid("max_completion_tokens", "max_completion_tokens must be at least 1")
 	case r.topLogprobs > 0 && !r.logprobs:
 		return invalid("top_logprobs", "top_logprobs needs logprobs to be true")
 	}
@@ -93,23 +95,38 @@ func messages(v value) ([]byte, error) {
 	return v.raw, err
 }
 
+// checkMessage checks what every template reads. An assistant's message may have no content: it only reasoned,
+// or called tools.
 func checkMessage(message value) error {
-	role := ""
+	role, content := "", false
 	err := message.members(func(name string, m value) (err error) {
 		switch {
 		case name == "role":
 			role, err = m.textOf(maxLabelBytes)
-		case name == "content" && m.kind() != jsontext.KindString && m.kind() != jsontext.KindNull:
-			err = m.elements("a string or an array of text parts", func(_ int, part value) error { return checkPart(part) })
-		case name == "tool_calls" && m.kind() != jsontext.KindNull:
+		case m.kind() == jsontext.KindNull:
+		case name == "content":
+			content = true
+			if m.kind() != jsontext.KindString {
+				err = m.elements("a string or an array of text parts", func(_ int, part value) error { return checkPart(part) })
+			}
+		case name == "tool_calls":
 			_, err = objects(m)
+		case name == "name" || name == "tool_call_id":
+			_, err = m.textOf(maxLabelBytes)
+		case name == "reasoning_content":
+			_, err = m.text()
 		}
 		return err
 	})
-	if err == nil && role == "" {
-		err = invalid(message.path+".role", "%s.role is required", message.path)
+	switch {
+	case err != nil:
+		return err
+	case role == "":
+		return invalid(message.path+".role", "%s.role is required", message.path)
+	case !content && role != "assistant":
+		return invalid(message.path+".content", "%s.content is required in a message of role %.40q", message.path, role)
 	}
-	return err
+	return nil
 }
 
 // checkPart takes {"type":"text","text":"..."}; images and sounds are refused by name.

@@ -121,7 +121,7 @@ func (r *completionRequest) settle(withTokenizer bool) error {
 		r.sampling.PromptTopLogprobs = max(r.sampling.PromptTopLogprobs, r.topLogprobs)
 	}
 	if r.maxTokens == 0 && !r.echo && !r.sampling.PromptLogprobs {
-		return invalid("max_tokens", "max_tokens must be at least 1, unless echo or prompt_logprobs asks for the prompt alone")
+		return invalid(r.limitField, "%s must be at least 1, unless echo or prompt_logprobs asks for the prompt alone", r.limitField)
 	}
 	return nil
 }

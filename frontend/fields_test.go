@@ -1,6 +1,7 @@
 package frontend
 
 import (
+	"errors"
 	"net/http"
 	"reflect"
 	"strings"
@@ -48,7 +49,8 @@ func TestFieldsAreRefused(t *testing.T) {
 		{both, `"max_tokens":3,"max_completion_tokens":5`, "max_tokens", "contradict"},
 		{both, `"max_tokens":99999`, "max_tokens", ""},
 		{both, `"min_tokens":-1`, "min_tokens", "from 0"},
-		{both, `"min_tokens":5`, "min_tokens", "must not exceed"},
+		{chatPath, `"min_tokens":5`, "min_tokens", "must not exceed max_completion_tokens (4)"},
+		{completionPath, `"min_tokens":5`, "min_tokens", "must not exceed max_tokens (4)"},
 		{both, `"stop":7`, "stop", "a string or an array of strings, not a number"},
 		{both, `"stop":["a",7]`, "stop[1]", "must be a string"},
 		{both, `"stop":[""]`, "stop", "empty"},
@@ -67,6 +69,13 @@ func TestFieldsAreRefused(t *testing.T) {
 		{both, `"cache_salt":5`, "cache_salt", "string"},
 		{both, `"conversation_params":{"conversation_id":"  "}`, "conversation_params.conversation_id", "blank"},
 		{both, `"conversation_params":7`, "conversation_params", "object"},
+		{both, `"conversation_params":{}`, "conversation_params", "needs a conversation_id"},
+		{both, `"conversation_params":{"conversation_id":null}`, "conversation_params.conversation_id", "a string or an integer, not null"},
+		{both, `"conversation_params":{"conversation_id":1.5}`, "conversation_params.conversation_id", "must be an integer"},
+		{both, `"conversation_params":{"conversation_id":[1]}`, "conversation_params.conversation_id", "not an array"},
+		{both, `"priority":1`, "priority", "not supported"},
+		{both, `"priority":"high"`, "priority", "not supported"},
+		{both, `"max_completion_tokens":99999`, "max_completion_tokens", ""},
 		{both, `"logit_bias":{"5":1}`, "logit_bias", "not supported"},
 		{both, `"response_format":{"type":"json_object"}`, "response_format", "not supported"},
 		{both, `"response_format":"json"`, "response_format", "not supported"},
@@ -82,7 +91,8 @@ func TestFieldsAreRefused(t *testing.T) {
 		{completionPath, `"logprobs":21`, "logprobs", "from 0 to 20"},
 		{completionPath, `"best_of":2`, "best_of", "not supported"},
 		{completionPath, `"suffix":"x"`, "suffix", "not supported"},
-		{completionPath, `"max_completion_tokens":0,"echo":false`, "max_tokens", ""},
+		{completionPath, `"max_completion_tokens":0,"echo":false`, "max_completion_tokens", "max_completion_tokens must"},
+		{completionPath, `"max_tokens":0`, "max_tokens", "max_tokens must"},
 		{completionPath, `"echo":"yes"`, "echo", "boolean"},
 
 		{chatPath, `"logprobs":5`, "logprobs", "boolean"},
@@ -94,7 +104,8 @@ func TestFieldsAreRefused(t *testing.T) {
 		{chatPath, `"tool_choice":{"type":"function"}`, "tool_choice", "not supported"},
 		{chatPath, `"chat_template_kwargs":[]`, "chat_template_kwargs", "object"},
 		{chatPath, `"continue_final_message":true,"add_generation_prompt":true`, "continue_final_message", "exclude"},
-		{chatPath, `"max_tokens":0`, "max_tokens", ""},
+		{chatPath, `"max_tokens":0`, "max_tokens", "max_tokens must"},
+		{chatPath, `"max_completion_tokens":0`, "max_completion_tokens", "max_completion_tokens must"},
 	}
 	s := newTestServer(t, newToyBackend(), nil)
 	for _, tt := range tests {
@@ -354,6 +365,31 @@ func TestPromptShapes(t *testing.T) {
 	}
 }
 
+// TestModelsByName: only the served model's name answers.
+func TestModelsByName(t *testing.T) {
+	s := newTestServer(t, newToyBackend(), nil)
+	for path, status := range map[string]int{"/v1/models/toy": 200, "/v1/models/": 404, "/v1/models/other": 404, "/v1/models/toy/x": 404} {
+		r := do(t, s.Handler(), "GET", path, "")
+		if r.status != status || len(r.body) == 0 {
+			t.Errorf("%s: %d %q, want %d", path, r.status, r.body, status)
+		} else if status != 200 && deref(r.failure(t).Code) != "model_not_found" {
+			t.Errorf("%s: %s", path, r.body)
+		}
+	}
+}
+
+// TestMinTokensMustFit: what no context holds is refused by name, not cut short.
+func TestMinTokensMustFit(t *testing.T) {
+	s := newTestServer(t, newToyBackend(), func(c *Config) { c.Limits.MaxModelLen = 100 })
+	for _, path := range []string{chatPath, completionPath} {
+		body := strings.Replace(strings.Replace(withField(path, `"min_tokens":100`), `,"max_tokens":4`, "", 1), `,"max_completion_tokens":4`, "", 1)
+		e := post(t, s.Handler(), path, body).failure(t)
+		if !strings.Contains(e.Message, "100") || deref(e.Param) != "min_tokens" {
+			t.Errorf("%s: %s of %q", path, e.Message, deref(e.Param))
+		}
+	}
+}
+
 func TestMessagesAreChecked(t *testing.T) {
 	for _, ok := range []string{
 		`[{"name":"z","role":"user","content":"\u00e9"}]`,
@@ -364,6 +400,21 @@ func TestMessagesAreChecked(t *testing.T) {
 		got, err := messages(value{"messages", []byte(ok)})
 		if err != nil || string(got) != ok {
 			t.Errorf("%s became %s (%v)", ok, got, err)
+		}
+	}
+	for wrong, param := range map[string]string{
+		`[{"role":"user"}]`:                                "messages[0].content",
+		`[{"content":null,"role":"user"}]`:                 "messages[0].content",
+		`[{"role":"assistant"},{"role":"tool"}]`:           "messages[1].content",
+		`[{"role":"user","content":"a","name":5}]`:         "messages[0].name",
+		`[{"role":"tool","content":"a","tool_call_id":5}]`: "messages[0].tool_call_id",
+		`[{"role":"assistant","reasoning_content":[]}]`:    "messages[0].reasoning_content",
+		`[{"role":"user","content":{"text":"a"}}]`:         "messages[0].content",
+	} {
+		_, err := messages(value{"messages", []byte(wrong)})
+		var e *apiError
+		if !errors.As(err, &e) || e.param != param {
+			t.Errorf("%s: %v (%+v), want %s to be at fault", wrong, err, e, param)
 		}
 	}
 }

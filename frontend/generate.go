@@ -141,12 +141,22 @@ func (s *Server) pump(ctx context.Context, c *choice, updates chan<- update) {
 // blame names the field of the client's own request that a backend's refusal is about.
 func (g *generation) blame(err error) error {
 	var e *RequestError
-	if g.chat && errors.As(err, &e) && e.Field == "prompt" {
-		renamed := *e
-		renamed.Field = "messages"
-		return &renamed
+	if !errors.As(err, &e) {
+		return err
 	}
-	return err
+	field := e.Field
+	switch {
+	case g.chat && field == "prompt":
+		field = "messages"
+	case field == "max_tokens":
+		field = g.limitField
+	}
+	if field == e.Field {
+		return err
+	}
+	renamed := *e
+	renamed.Field = field
+	return &renamed
 }
 
 // usage counts tokens as OpenAI does: each prompt once, however many choices it has.

@@ -65,6 +65,10 @@ func (s *Server) checkModel(name string) error {
 	if name == "" || name == s.cfg.Model {
 		return nil
 	}
+	return s.noModel(name)
+}
+
+func (s *Server) noModel(name string) error {
 	return &apiError{
 		status: http.StatusNotFound, kind: typeInvalid, param: "model", code: "model_not_found",
 		message: "the model `" + name + "` does not exist; this server has `" + s.cfg.Model + "`",
@@ -133,7 +137,7 @@ func (s *Server) models(x *exchange) error {
 
 func (s *Server) model(x *exchange) error {
 	if name := x.r.PathValue("model"); name != s.cfg.Model {
-		return s.checkModel(name)
+		return s.noModel(name)
 	}
 	return x.json(s.appendModel(x.ctx, nil))
 }

@@ -5,6 +5,7 @@ import (
 	"math"
 	"net/http"
 	"slices"
+	"strconv"
 	"strings"
 
 	"baton/wire"
@@ -29,6 +30,7 @@ type params struct {
 
 	maxTokens           int // -1 when not given, like the next three
 	maxCompletionTokens int
+	limitField          string // which of the two the client sent
 	topLogprobs         int
 	promptLogprobs      int
 
@@ -199,22 +201,34 @@ func setStreamOptions(p *params, v value) error {
 }
 
 func setConversation(p *params, v value) error {
-	return v.members(func(name string, m value) error {
-		if name != "conversation_id" {
-			return nil
+	p.session = ""
+	err := v.members(func(name string, m value) (err error) {
+		if name == "conversation_id" {
+			p.session, err = conversationID(m)
 		}
-		id := string(m.raw)
-		if m.kind() != jsontext.KindNumber {
-			var err error
-			if id, err = m.textOf(maxLabelBytes); err != nil {
-				return err
-			}
-		}
-		if p.session = strings.TrimSpace(id); p.session == "" {
-			return invalid(m.path, "%s must not be blank", m.path)
-		}
-		return nil
+		return err
 	})
+	if err == nil && p.session == "" {
+		err = invalid(v.path, "%s needs a conversation_id", v.path)
+	}
+	return err
+}
+
+// conversationID is a text or an integer, as text.
+func conversationID(v value) (string, error) {
+	switch v.kind() {
+	case jsontext.KindNumber:
+		n, err := v.integer(math.MinInt64, math.MaxInt64)
+		return strconv.FormatInt(n, 10), err
+	case jsontext.KindString:
+	default:
+		return "", v.wrongType("a string or an integer")
+	}
+	id, err := v.textOf(maxLabelBytes)
+	if id = strings.TrimSpace(id); err == nil && id == "" {
+		err = invalid(v.path, "%s must not be blank", v.path)
+	}
+	return id, err
 }
 
 // sessionHeaders name a conversation when the body does not; the first that is not blank counts.
@@ -290,6 +304,7 @@ var refusedFields = map[string]refused{
 	"use_beam_search":        {isEmpty, "this server samples; use n for several answers"},
 	"prompt_embeds":          {isEmpty, "send text or token ids"},
 	"chat_template":          {isEmpty, "templates come with the model, not with a request"},
+	"priority":               {isEmpty, "requests are served in the order of their arrival"},
 	"modalities":             {func(v value) bool { return strings.Join(strings.Fields(string(v.raw)), "") == `["text"]` }, "this server answers in text"},
 	"audio":                  {isEmpty, "this server answers in text"},
 }
@@ -309,15 +324,18 @@ func (p *params) set(v value) (known bool, err error) {
 func (p *params) check(withTokenizer bool) error {
 	switch {
 	case p.maxTokens >= 0 && p.maxCompletionTokens >= 0 && p.maxTokens != p.maxCompletionTokens:
-		return invalid("max_tokens", "max_tokens and max_completion_tokens contradict each other; send only max_completion_tokens")
+		return invalid("max_tokens", "max_tokens and max_completion_tokens contradict each other; send only one of them")
 	case p.streamOptions && !p.stream:
 		return invalid("stream_options", "stream_options needs stream to be true")
 	case len(p.stop) > 0 && !withTokenizer:
 		return invalid("stop", "this model is served without a tokenizer: use stop_token_ids instead of stop")
 	}
+	if p.limitField = "max_tokens"; p.maxCompletionTokens >= 0 && p.maxTokens < 0 {
+		p.limitField = "max_completion_tokens"
+	}
 	p.maxTokens = max(p.maxTokens, p.maxCompletionTokens)
 	if p.maxTokens > 0 && p.sampling.MinTokens > p.maxTokens {
-		return invalid("min_tokens", "min_tokens (%d) must not exceed max_tokens (%d)", p.sampling.MinTokens, p.maxTokens)
+		return invalid("min_tokens", "min_tokens (%d) must not exceed %s (%d)", p.sampling.MinTokens, p.limitField, p.maxTokens)
 	}
 	if p.topLogprobs >= 0 {
 		p.sampling.Logprobs = true
@@ -342,9 +360,12 @@ func (p *params) checkLength(param string, promptTokens int) error {
 	case promptTokens >= limit:
 		e = invalid(param, "the prompt has %d tokens, and this model's context holds %d: at most %d leave room for an answer",
 			promptTokens, limit, limit-1).(*apiError)
+	case promptTokens+p.sampling.MinTokens > limit:
+		e = invalid("min_tokens", "the prompt has %d tokens and min_tokens asks for %d more, but this model's context holds %d: ask for at most %d",
+			promptTokens, p.sampling.MinTokens, limit, limit-promptTokens).(*apiError)
 	case promptTokens+p.maxTokens > limit:
-		e = invalid("max_tokens", "the prompt has %d tokens and max_tokens asks for %d more, but this model's context holds %d: ask for at most %d",
-			promptTokens, p.maxTokens, limit, limit-promptTokens).(*apiError)
+		e = invalid(p.limitField, "the prompt has %d tokens and %s asks for %d more, but this model's context holds %d: ask for at most %d",
+			promptTokens, p.limitField, p.maxTokens, limit, limit-promptTokens).(*apiError)
 	default:
 		return nil
 	}

@@ -15,6 +15,7 @@ import (
 	"baton/route"
 	"baton/tensor"
 	"baton/text"
+	"baton/wire"
 )
 
 // modelFlags choose a model.
@@ -78,6 +79,33 @@ type frontendFlags struct {
 	keyFlags
 	Listen string  `default:"127.0.0.1:8000" help:"Address of the HTTP frontend."`
 	Seed   *uint64 `placeholder:"N" help:"Makes the random seeds of requests that bring none repeatable."`
+}
+
+// peerFlags are those of both ends of a connection between a coordinator and others.
+type peerFlags struct {
+	PeerTimeout peerTimeout `default:"1.2s" help:"How long the other end of a connection may say nothing before it is taken for dead. Less than the default must be given to all processes of the fleet alike."`
+}
+
+// peerTimeout is a duration that leaves a loaded machine the time to say something.
+type peerTimeout time.Duration
+
+// UnmarshalText reads 500ms or 5s.
+func (p *peerTimeout) UnmarshalText(text []byte) error {
+	const least = 100 * time.Millisecond
+	d, err := time.ParseDuration(string(text))
+	if err != nil || d < least {
+		return fmt.Errorf("%q is no duration of %v or more, such as 500ms or 5s", text, least)
+	}
+	*p = peerTimeout(d)
+	return nil
+}
+
+// peers adds the flags' meaning to a connection's options. This side speaks up as often as another wants that
+// has the same flag, and no more rarely than one that has the default does.
+func (f peerFlags) peers(o wire.Options) wire.Options {
+	o.IdleTimeout = time.Duration(f.PeerTimeout)
+	o.KeepAlive = min(o.IdleTimeout/4, wire.DefaultKeepAlive)
+	return o
 }
 
 // coordinatorFlags tune a coordinator.

@@ -84,6 +84,21 @@ func (f frontendFlags) frontendConfig(m *loaded, log *slog.Logger) (frontend.Con
 // maxRanks bounds the ranks of one process: each has threads, a part of a KV pool and workspaces of its own.
 const maxRanks = 64
 
+// checkShards says why a process could not serve a model in shards like these.
+func checkShards(ck *checkpoint.Checkpoint, shards []layout.Shard) error {
+	total := 0
+	for i, s := range shards {
+		if err := ck.CheckShard(s); err != nil {
+			return fmt.Errorf("--shards: shard %d: %w", i, err)
+		}
+		total += s.Ranks()
+	}
+	if total > maxRanks {
+		return fmt.Errorf("--shards: %d ranks (tp·pp·dp, over all shards) in one process; at most %d", total, maxRanks)
+	}
+	return nil
+}
+
 // engines opens every shard's engines, one a data-parallel group.
 func engines(shards []layout.Shard, base engine.Config) (list []*engine.Shard, err error) {
 	defer func() {
@@ -92,12 +107,8 @@ func engines(shards []layout.Shard, base engine.Config) (list []*engine.Shard, e
 			list = nil
 		}
 	}()
-	total := 0
-	for _, s := range shards {
-		total += s.Ranks()
-	}
-	if total > maxRanks {
-		return nil, fmt.Errorf("--shards: %d ranks (tp·pp·dp, over all shards) in one process; at most %d", total, maxRanks)
+	if err := checkShards(base.Checkpoint, shards); err != nil {
+		return nil, err
 	}
 	for i, s := range shards {
 		c := base
@@ -151,7 +162,10 @@ func serveMetrics(ctx context.Context, sec *security, addr string, reg *promethe
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", promhttp.HandlerFor(reg, promhttp.HandlerOpts{}))
 	mux.HandleFunc("GET /health", func(http.ResponseWriter, *http.Request) {})
-	server := &http.Server{Handler: mux, ReadHeaderTimeout: 5 * time.Second, IdleTimeout: time.Minute}
+	server := &http.Server{
+		Handler: mux, ReadHeaderTimeout: 5 * time.Second, IdleTimeout: time.Minute,
+		ErrorLog: slog.NewLogLogger(log.Handler(), slog.LevelDebug), // strangers' failed handshakes, mostly
+	}
 	defer context.AfterFunc(ctx, func() { server.Close() })()
 	log.Info("metrics", "address", url+"/metrics")
 	if err := server.Serve(l); !errors.Is(err, http.ErrServerClosed) {

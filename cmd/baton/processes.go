@@ -19,6 +19,7 @@ import (
 type coordinatorCmd struct {
 	coordinatorFlags
 	tlsFlags
+	peerFlags
 	Listen  string `default:"127.0.0.1:7000" help:"Address for engines and frontends."`
 	Metrics string `placeholder:"ADDR" help:"Also serve /metrics at this address."`
 }
@@ -38,7 +39,7 @@ func (c *coordinatorCmd) Run(env *environment) error {
 		return err
 	}
 	reg := newRegistry()
-	hub, err := coordinator.NewServer(coordinator.ServerConfig{Core: core, Logger: env.log, Wire: sec.server()})
+	hub, err := coordinator.NewServer(coordinator.ServerConfig{Core: core, Logger: env.log, Wire: c.peers(sec.server())})
 	if err != nil {
 		return err
 	}
@@ -75,6 +76,7 @@ type engineCmd struct {
 	modelFlags
 	engineFlags
 	tlsFlags
+	peerFlags
 	Role         string `enum:"prefill,decode,both" default:"both" help:"What the engine does: ${enum}."`
 	Coordinator  string `default:"127.0.0.1:7000" placeholder:"ADDR" help:"Address of the coordinator. Default: ${default}."`
 	Name         string `placeholder:"NAME" help:"Name of the engine, unique at its coordinator. Default: the role and a random number."`
@@ -95,7 +97,7 @@ func (c *engineCmd) Run(env *environment) error {
 	if err != nil {
 		return err
 	}
-	if err := sec.permit("--coordinator", c.Coordinator); err != nil {
+	if err := sec.reach("--coordinator", c.Coordinator); err != nil {
 		return err
 	}
 	if c.Transfer != shm.Name && c.Role != wire.RoleBoth {
@@ -121,7 +123,7 @@ func (c *engineCmd) Run(env *environment) error {
 	group, ctx := errgroup.WithContext(env.ctx)
 	group.Go(func() error {
 		return runEngines(ctx, []*engine.Shard{shard}, func(ctx context.Context, hello wire.Connect) (*wire.Conn, error) {
-			conn, _, err := wire.Dial(ctx, "tcp", c.Coordinator, hello, sec.client())
+			conn, _, err := wire.Dial(ctx, "tcp", c.Coordinator, hello, c.peers(sec.client()))
 			return conn, err
 		})
 	})
@@ -141,6 +143,7 @@ type frontendCmd struct {
 	modelFlags
 	frontendFlags
 	tlsFlags
+	peerFlags
 	Coordinator string `default:"127.0.0.1:7000" placeholder:"ADDR" help:"Address of the coordinator. Default: ${default}."`
 }
 
@@ -149,7 +152,7 @@ func (c *frontendCmd) Run(env *environment) error {
 	if err != nil {
 		return err
 	}
-	if err := sec.permit("--coordinator", c.Coordinator); err != nil {
+	if err := sec.reach("--coordinator", c.Coordinator); err != nil {
 		return err
 	}
 	listener, url, err := sec.listenHTTP("--listen", c.Listen)
@@ -167,7 +170,7 @@ func (c *frontendCmd) Run(env *environment) error {
 		return err
 	}
 	client := coordinator.Open(c.Coordinator, coordinator.ClientConfig{
-		Name: "frontend " + listener.Addr().String(), Logger: env.log, Wire: sec.client(),
+		Name: "frontend " + listener.Addr().String(), Logger: env.log, Wire: c.peers(sec.client()),
 		Model: model.name, Fingerprint: model.Fingerprint(),
 	})
 	defer client.Close()
@@ -231,6 +234,9 @@ func (c *inspectCmd) Run(env *environment) error {
 	shards, err := layout.ParseShards(c.Shards)
 	if err != nil {
 		return fmt.Errorf("--shards: %w", err)
+	}
+	if err := checkShards(m.Checkpoint, shards); err != nil {
+		return err
 	}
 	for i, shard := range shards {
 		fmt.Fprintf(env.stdout, "  shard %d       %v\n", i, shard)

@@ -77,6 +77,26 @@ and add
 or allow connections without TLS by --insecure`, e.flag, e.addr, e.host, e.files)
 }
 
+// checkAddress fails if a flag's value is not HOST:PORT.
+func checkAddress(flag, addr string) error {
+	_, port, err := net.SplitHostPort(addr)
+	if err == nil {
+		_, err = net.LookupPort("tcp", port)
+	}
+	if err != nil {
+		return fmt.Errorf("%s %s is not an address: write HOST:PORT, such as 127.0.0.1:8000 or [::1]:8000", flag, addr)
+	}
+	return nil
+}
+
+// reach checks the address of a flag that this process connects to.
+func (s *security) reach(flag, addr string) error {
+	if err := checkAddress(flag, addr); err != nil {
+		return err
+	}
+	return s.permit(flag, addr)
+}
+
 // permit fails if a flag's address goes beyond loopback and nothing secures it.
 func (s *security) permit(flag, addr string) error {
 	if s.id != nil || s.insecure || isLoopback(addr) {
@@ -107,7 +127,7 @@ func isLoopback(addr string) bool {
 
 // listen opens the port of a flag. Whoever accepts there does TLS.
 func (s *security) listen(flag, addr string) (net.Listener, error) {
-	if err := s.permit(flag, addr); err != nil {
+	if err := s.reach(flag, addr); err != nil {
 		return nil, err
 	}
 	l, err := net.Listen("tcp", addr)

@@ -8,6 +8,8 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	stdlog "log"
+	"log/slog"
 	"net"
 	"net/http"
 	"os"
@@ -355,4 +357,32 @@ func TestFloodAtTheCoordinator(t *testing.T) {
 	f.url = front.out.await(t, `frontend at (https://\S+)`, front.stopped)
 	f.awaitHealth(t)
 	f.complete(t, map[string]any{"prompt": []int{1, 2, 3}, "max_tokens": 4})
+}
+
+// What strangers do to the metrics port is in the process's own log, where debug lines are wanted.
+func TestMetricsPortLogsThroughTheLogger(t *testing.T) {
+	var std bytes.Buffer
+	stdlog.SetOutput(&std)
+	defer stdlog.SetOutput(os.Stderr)
+	dir := certs(t)
+	sec, err := certFlags{TLSCert: filepath.Join(dir, "engine.crt"), TLSKey: filepath.Join(dir, "engine.key")}.secure(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	out, stopped := &output{}, make(chan struct{})
+	go func() {
+		defer close(stopped)
+		_ = serveMetrics(ctx, sec, "127.0.0.1:0", newRegistry(), newLogger(out, slog.LevelDebug, false))
+	}()
+	url := out.await(t, `address=(https://\S+)`, stopped)
+	if resp, err := http.Get(strings.Replace(url, "https", "http", 1)); err == nil {
+		resp.Body.Close()
+	}
+	out.await(t, `level=DEBUG.*(TLS handshake error)`, stopped)
+	cancel()
+	<-stopped
+	if std.Len() > 0 {
+		t.Errorf("the default logger got %s", &std)
+	}
 }

@@ -1,14 +1,22 @@
 package main
 
-import "runtime/debug"
+import (
+	"cmp"
+	"runtime/debug"
+)
 
-// version is the commit that the binary was built from, as the Go toolchain recorded it.
+// version is what this binary was built from, as the Go toolchain recorded it.
 func version() string {
 	info, ok := debug.ReadBuildInfo()
 	if !ok {
 		return "baton (unknown build)"
 	}
-	revision, dirty := "unknown", ""
+	return describeBuild(info)
+}
+
+// describeBuild names the commit or, where there was no repository, the module's version.
+func describeBuild(info *debug.BuildInfo) string {
+	revision, dirty := "", ""
 	for _, s := range info.Settings {
 		switch {
 		case s.Key == "vcs.revision" && len(s.Value) >= 12:
@@ -16,6 +24,9 @@ func version() string {
 		case s.Key == "vcs.modified" && s.Value == "true":
 			dirty = "+changes"
 		}
+	}
+	if revision == "" {
+		return "baton " + cmp.Or(info.Main.Version, "(devel)") + " " + info.GoVersion + " (built without -buildvcs)"
 	}
 	return "baton " + revision + dirty + " " + info.GoVersion
 }
