@@ -1,0 +1,295 @@
+package relay
+
+import (
+	"errors"
+	"io"
+	"net/http"
+	"os"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+)
+
+// streamBuffer is how much of a stream is copied at a time.
+const streamBuffer = 32 << 10
+
+var streamBuffers = sync.Pool{New: func() any { return new([streamBuffer]byte) }}
+
+func isEvents(h http.Header) bool {
+	kind, _, _ := strings.Cut(h.Get("Content-Type"), ";")
+	return strings.EqualFold(strings.TrimSpace(kind), "text/event-stream")
+}
+
+// deliver gives the client what a worker answers and ends the lease. prompt is the usage of the prefill leg if it must
+// be merged into the answer's. start is when the leg began.
+func (x *exchange) deliver(at *lease, a *answer, start time.Time, prompt []byte) error {
+	defer a.close()
+	var err error
+	if isEvents(a.header) {
+		err = x.stream(a, start, prompt)
+	} else {
+		err = x.whole(a, start, prompt)
+	}
+	switch {
+	case err == nil:
+		x.done(at)
+		return nil
+	case errors.Is(err, errClientGone):
+		at.end(canceled)
+		return err
+	}
+	return x.fail(at, err)
+}
+
+// whole reads an answer that is not a stream, all of it before any is sent, so that what breaks can be retried.
+func (x *exchange) whole(a *answer, start time.Time, prompt []byte) error {
+	buf := bodies.Get().(*[]byte)
+	defer func() {
+		if cap(*buf) <= maxPooled {
+			bodies.Put(buf)
+		}
+	}()
+	a.within(x.s.cfg.Timeouts.Leg)
+	body, err := a.readAll(*buf, x.s.cfg.Limits.MaxAnswer)
+	if err != nil {
+		return err
+	}
+	*buf = body
+	x.s.metrics.transfer.Observe(time.Since(start).Seconds())
+	out := pieces{body}
+	if prompt != nil {
+		out = mergeUsage(body, prompt)
+	}
+	h := x.w.Header()
+	if kind := a.header.Get("Content-Type"); kind != "" {
+		h.Set("Content-Type", kind)
+	}
+	h.Set("Content-Length", strconv.Itoa(out.size()))
+	x.begin(http.StatusOK)
+	for _, piece := range out {
+		if err := x.write(piece); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// stream copies events as they come.
+func (x *exchange) stream(a *answer, start time.Time, prompt []byte) error {
+	buf := streamBuffers.Get().(*[streamBuffer]byte)
+	defer streamBuffers.Put(buf)
+	var merge *usageMerger
+	if prompt != nil && x.r.includeUsage {
+		merge = &usageMerger{prompt: prompt}
+	}
+	first := time.Time{}
+	for {
+		a.within(x.s.cfg.Timeouts.Stream)
+		n, err := a.Read(buf[:])
+		if n > 0 {
+			if first.IsZero() {
+				first = time.Now()
+				x.s.metrics.transfer.Observe(first.Sub(start).Seconds())
+				x.beginEvents()
+			}
+			if err := x.events(buf[:n], merge); err != nil {
+				return err
+			}
+		}
+		switch {
+		case err == nil:
+		case err == io.EOF:
+			if first.IsZero() {
+				return failed(errReset, io.ErrUnexpectedEOF)
+			}
+			x.s.metrics.decode.Observe(time.Since(first).Seconds())
+			if merge == nil {
+				return nil
+			}
+			return x.write(merge.rest())
+		case errors.Is(err, os.ErrDeadlineExceeded):
+			return failed(errTimeout, err)
+		default:
+			return failed(errReset, err)
+		}
+	}
+}
+
+func (x *exchange) events(b []byte, merge *usageMerger) error {
+	if merge != nil {
+		b = merge.next(b)
+	}
+	if len(b) == 0 {
+		return nil
+	}
+	if err := x.write(b); err != nil {
+		return err
+	}
+	return x.flush()
+}
+
+// begin sends the answer's head; from here on nothing is retried.
+func (x *exchange) begin(status int) {
+	x.began = true
+	h := x.w.Header()
+	h.Set("X-Request-Id", requestID(x.id))
+	if x.route != "" {
+		h.Set("X-Baton-Route", x.route)
+	}
+	if x.silent != "" {
+		h.Set("X-Baton-Silent-Reprefill", x.silent)
+	}
+	x.w.WriteHeader(status)
+}
+
+func (x *exchange) beginEvents() {
+	h := x.w.Header()
+	h.Set("Content-Type", "text/event-stream")
+	h.Set("Cache-Control", "no-cache")
+	h.Set("X-Accel-Buffering", "no") // proxies must not collect the events
+	x.begin(http.StatusOK)
+}
+
+// write queues bytes of the answer; flush sends them. The client's time to read is renewed once a second at most.
+func (x *exchange) write(b []byte) error {
+	if deadline := time.Now().Add(x.s.cfg.Timeouts.Write); deadline.Sub(x.deadline) > time.Second {
+		x.deadline = deadline
+		_ = x.rc.SetWriteDeadline(deadline)
+	}
+	if _, err := x.w.Write(b); err != nil {
+		return errClientGone
+	}
+	return nil
+}
+
+func (x *exchange) flush() error {
+	if err := x.rc.Flush(); err != nil && !errors.Is(err, http.ErrNotSupported) {
+		return errClientGone
+	}
+	return nil
+}
+
+// sendError answers with an error and returns the status that it stands for.
+//
+// Clients of the NeMo-Gym kind repeat 429, 502, 503 and 504 without end and 500 three times. So only what heals by
+// itself is 503: no worker, a worker that says 503, the relay's own end. A request that fails wherever it is sent is
+// 500, lest it be sent for ever.
+func (x *exchange) sendError(err error) int {
+	e := clientError(err)
+	if e.status == statusClientClosed {
+		return e.status
+	}
+	_ = x.rc.SetWriteDeadline(time.Now().Add(x.s.cfg.Timeouts.Write))
+	if x.began {
+		if isEvents(x.w.Header()) {
+			_ = x.write(append(e.appendJSON([]byte("data: ")), "\n\n"...))
+			_ = x.flush()
+		}
+		return e.status
+	}
+	if x.id != 0 {
+		x.w.Header().Set("X-Request-Id", requestID(x.id))
+	}
+	var said *engineError
+	if errors.As(err, &said) && e.status == said.status {
+		if said.contentType != "" {
+			x.w.Header().Set("Content-Type", said.contentType)
+		}
+		if e.retryAfter > 0 {
+			x.w.Header().Set("Retry-After", strconv.Itoa(e.retryAfter))
+		}
+		x.w.WriteHeader(said.status)
+		_, _ = x.w.Write(said.body)
+		return e.status
+	}
+	writeError(x.w, e)
+	return e.status
+}
+
+// clientError is what a client is told of an error.
+func clientError(err error) *apiError {
+	var known *apiError
+	if errors.As(err, &known) {
+		return known
+	}
+	var said *engineError
+	if errors.As(err, &said) {
+		switch {
+		case said.status == http.StatusServiceUnavailable:
+			return &apiError{status: said.status, retryAfter: 1}
+		case said.status >= 400 && said.status < 500:
+			return &apiError{status: said.status}
+		}
+		return &apiError{status: http.StatusInternalServerError, kind: "server_error", code: "engine_failed", message: err.Error()}
+	}
+	var leg *legError
+	if errors.As(err, &leg) {
+		code := "engine_lost"
+		if errors.Is(err, errTimeout) {
+			code = "engine_timeout"
+		}
+		return &apiError{status: http.StatusInternalServerError, kind: "server_error", code: code, message: err.Error()}
+	}
+	return &apiError{status: http.StatusInternalServerError, kind: "server_error", message: "the relay failed; its log says more"}
+}
+
+// pass hands a request without legs to any worker that takes some.
+func (s *Server) pass(w http.ResponseWriter, r *http.Request) {
+	start := time.Now()
+	if !s.begin() {
+		writeError(w, errShuttingDown)
+		return
+	}
+	defer s.running.Done()
+	x := &exchange{s: s, w: w, rc: http.NewResponseController(w), ctx: r.Context(), legs: r.Context()}
+	x.finish(r, start, x.passAny(r))
+}
+
+func (x *exchange) passAny(r *http.Request) error {
+	if a := x.s.cfg.Authorize; a != nil && !a(r) {
+		return errUnauthorized
+	}
+	var body []byte
+	if err := x.readBody(r, &body); err != nil {
+		return err
+	}
+	x.r = &request{path: r.URL.Path, content: body, header: x.s.engineAuth(r.Header.Get("Authorization"))}
+	leg := decodeLeg
+	if !x.s.fleet.has(decodeLeg) {
+		leg = prefillLeg
+	}
+	at, err := x.s.fleet.acquire(x.ctx, leg, x.r.routing(0), 0, nil, x.s.cfg.WorkerWait)
+	if err != nil {
+		return &apiError{status: http.StatusServiceUnavailable, kind: "service_unavailable_error", code: "no_worker", retryAfter: 1, message: err.Error()}
+	}
+	defer at.end(canceled)
+	c := &call{method: r.Method, path: r.URL.Path, header: x.r.header}
+	if r.Method == http.MethodPost {
+		c.body = pieces{body}
+	}
+	for {
+		a, err := at.w.endpoint.do(x.ctx, c, x.s.cfg.Timeouts.Leg)
+		if errors.Is(err, errStale) {
+			continue
+		}
+		if err != nil {
+			return x.fail(at, err)
+		}
+		defer a.close()
+		answer, err := a.readAll(nil, x.s.cfg.Limits.MaxAnswer)
+		if err != nil {
+			return x.fail(at, err)
+		}
+		at.end(succeeded)
+		if kind := a.header.Get("Content-Type"); kind != "" {
+			x.w.Header().Set("Content-Type", kind)
+		}
+		x.w.WriteHeader(a.status)
+		_, err = x.w.Write(answer)
+		if err != nil {
+			return errClientGone
+		}
+		return nil
+	}
+}

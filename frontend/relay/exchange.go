@@ -1,0 +1,576 @@
+package relay
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net/http"
+	"os"
+	"runtime/debug"
+	"slices"
+	"strconv"
+	"sync"
+	"time"
+)
+
+// exchange is one request and its answer. It belongs to the handler's goroutine, but for what together runs beside it.
+type exchange struct {
+	s   *Server
+	w   http.ResponseWriter
+	rc  *http.ResponseController
+	ctx context.Context // ends with the client's connection, and with the server
+	r   *request
+
+	legs context.Context // ends with ctx, and when one of two legs that run at once fails
+
+	id       int64     // of the last try
+	began    bool      // the answer's first byte is on its way
+	deadline time.Time // of writes, as last set
+	failed   []*worker // that the next try passes over
+	tries    int
+	route    string // what the answer's header says of the way
+	silent   string // the worker whose prefill leg was silent
+	workers  [2]string
+}
+
+// statusClientClosed is what logs and metrics say of a client that left.
+const statusClientClosed = 499
+
+// bodies are buffers for requests.
+var bodies = sync.Pool{New: func() any { return new([]byte) }}
+
+// maxPooled bounds the buffers that are kept.
+const maxPooled = 4 << 20
+
+// serve answers a completion.
+func (s *Server) serve(w http.ResponseWriter, r *http.Request) {
+	start := time.Now()
+	if !s.begin() {
+		writeError(w, errShuttingDown)
+		return
+	}
+	defer s.running.Done()
+	s.metrics.inFlight.Inc()
+	defer s.metrics.inFlight.Dec()
+	ctx, cancel := context.WithCancelCause(r.Context())
+	defer cancel(nil)
+	defer context.AfterFunc(s.ctx, func() { cancel(context.Cause(s.ctx)) })()
+	x := &exchange{s: s, w: w, rc: http.NewResponseController(w), ctx: ctx, legs: ctx}
+	buf := bodies.Get().(*[]byte)
+	err := x.run(r, buf)
+	if cap(*buf) <= maxPooled {
+		bodies.Put(buf)
+	}
+	x.finish(r, start, err)
+}
+
+// run serves the request. A panic is an internal error of this request alone.
+func (x *exchange) run(r *http.Request, buf *[]byte) (err error) {
+	defer func() {
+		if p := recover(); p != nil {
+			x.s.log.Error("panic in a request", "panic", p, "stack", string(debug.Stack()))
+			err = &apiError{status: http.StatusInternalServerError, kind: "server_error", message: "the relay failed; its log says more"}
+		}
+	}()
+	if a := x.s.cfg.Authorize; a != nil && !a(r) {
+		return errUnauthorized
+	}
+	if err := x.readBody(r, buf); err != nil {
+		return err
+	}
+	if x.r, err = parseRequest(r.URL.Path, *buf, r.Header); err != nil {
+		return err
+	}
+	x.r.header = append(x.r.header, x.s.engineAuth(r.Header.Get("Authorization"))...)
+	return x.answer()
+}
+
+// readBody reads the request's body within the limits.
+func (x *exchange) readBody(r *http.Request, buf *[]byte) error {
+	limit := x.s.cfg.Limits.MaxBody
+	tooLarge := &apiError{
+		status: http.StatusRequestEntityTooLarge, kind: "invalid_request_error", code: "request_too_large",
+		message: fmt.Sprintf("the body is larger than %d bytes (--max-body)", limit),
+	}
+	if r.ContentLength > limit {
+		return tooLarge
+	}
+	_ = x.rc.SetReadDeadline(time.Now().Add(x.s.cfg.Timeouts.Read))
+	b := (*buf)[:0]
+	if need := min(int(r.ContentLength), 1<<20) + 512; need > cap(b) { // what is announced must come before it is trusted
+		b = make([]byte, 0, need)
+	}
+	for {
+		if len(b) == cap(b) {
+			b = slices.Grow(b, max(512, min(len(b), int(limit))))
+		}
+		n, err := r.Body.Read(b[len(b):cap(b)])
+		b = b[:len(b)+n]
+		*buf = b
+		switch {
+		case int64(len(b)) > limit:
+			return tooLarge
+		case err == io.EOF:
+			_ = x.rc.SetReadDeadline(time.Time{}) // it would end the wait for the client's disconnection
+			return nil
+		case errors.Is(err, os.ErrDeadlineExceeded):
+			return &apiError{
+				status: http.StatusRequestTimeout, kind: "invalid_request_error",
+				message: fmt.Sprintf("the body did not arrive within %v", x.s.cfg.Timeouts.Read),
+			}
+		case err != nil:
+			return errClientGone
+		}
+	}
+}
+
+var errClientGone = &apiError{status: statusClientClosed, kind: "invalid_request_error", message: "the client closed the connection"}
+
+// answer tries until the request is served or must fail.
+func (x *exchange) answer() error {
+	stale := 0
+	for {
+		x.id = x.s.ids.Mint()
+		x.tries++
+		err := x.attempt()
+		if err == nil {
+			return nil
+		}
+		if x.ctx.Err() != nil {
+			return x.ended()
+		}
+		var l *legError
+		if x.began || !errors.As(err, &l) || !l.retry {
+			return err
+		}
+		if errors.Is(err, errStale) && stale < 2*len(x.workers) {
+			stale++ // the worker may never have seen it
+			continue
+		}
+		if x.tries-stale > x.s.cfg.MaxRetries {
+			return err
+		}
+		x.s.metrics.retries.WithLabelValues(l.leg.String()).Inc()
+		x.s.log.Warn("a leg failed; the request is tried again", "id", x.id, "leg", l.leg, "worker", l.worker.URL, "error", l.err)
+		if !slices.Contains(x.failed, l.worker) {
+			x.failed = append(x.failed, l.worker)
+		}
+		if err := x.pause(); err != nil {
+			return err
+		}
+	}
+}
+
+// pause waits a little before another try, longer each time.
+func (x *exchange) pause() error {
+	timer := time.NewTimer(min(time.Second, 50*time.Millisecond<<min(x.tries-1, 5)))
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return nil
+	case <-x.ctx.Done():
+		return x.ended()
+	}
+}
+
+// ended says why the request's context ended.
+func (x *exchange) ended() error {
+	if errors.Is(context.Cause(x.ctx), errShuttingDown) {
+		return errShuttingDown
+	}
+	return errClientGone
+}
+
+// legError is a leg that failed without an answer for the client.
+type legError struct {
+	leg    legKind
+	worker *worker
+	err    error
+	retry  bool
+}
+
+func (e *legError) Error() string {
+	return fmt.Sprintf("the %v worker %s failed: %v", e.leg, e.worker.URL, e.err)
+}
+
+func (e *legError) Unwrap() error { return e.err }
+
+// engineError is what an engine answers instead of a result.
+type engineError struct {
+	status      int
+	contentType string
+	body        []byte
+}
+
+func (e *engineError) Error() string {
+	return fmt.Sprintf("it answers %d: %s", e.status, clip(e.body))
+}
+
+// attempt is one try with one request id.
+func (x *exchange) attempt() error {
+	t := &try{r: x.r, id: x.id, mint: x.s.ids.Mint}
+	if !x.s.fleet.has(prefillLeg) {
+		return x.single(t, "no prefill workers are known")
+	}
+	if d := x.s.dialect(); d != nil {
+		if reason := d.whole(x.r); reason != "" {
+			return x.single(t, reason)
+		}
+	}
+	source, err := x.acquire(prefillLeg)
+	if err != nil {
+		return err
+	}
+	defer source.end(canceled)
+	d := x.s.dialect() // a worker that takes requests has said what it is
+	t.source = source.w
+	switch {
+	case d == nil || d.whole(x.r) != "":
+		source.end(canceled)
+		if d == nil {
+			return x.single(t, "the engines do not say what they are")
+		}
+		return x.single(t, d.whole(x.r))
+	case d.together():
+		return x.together(d, t, source)
+	}
+	return x.sequence(d, t, source)
+}
+
+// acquire gets a worker for a leg.
+func (x *exchange) acquire(l legKind, avoid ...*worker) (*lease, error) {
+	start := time.Now()
+	q := x.r.routing(x.s.fleet.need(l, x.r.conversation))
+	got, err := x.s.fleet.acquire(x.ctx, l, q, int64(len(x.r.content)), append(avoid, x.failed...), x.s.cfg.WorkerWait)
+	if err != nil {
+		var none *noWorkerError
+		if errors.As(err, &none) {
+			return nil, &apiError{
+				status: http.StatusServiceUnavailable, kind: "service_unavailable_error", code: "no_worker", retryAfter: 1,
+				message: none.Error(),
+			}
+		}
+		return nil, err
+	}
+	x.workers[l] = got.w.URL
+	x.s.metrics.queue.WithLabelValues(l.String()).Observe(time.Since(start).Seconds())
+	x.s.metrics.routes.WithLabelValues(l.String(), got.choice.Reason).Inc()
+	if l == prefillLeg {
+		x.s.metrics.predicted.Add(float64(got.choice.Match))
+	}
+	return got, nil
+}
+
+// call sends a leg and reads the head of its answer; whatever is not 200 is an error. sent may be nil; it is called
+// once the request is on its way.
+func (x *exchange) call(at *lease, l leg, sent func()) (*answer, error) {
+	c := &call{method: http.MethodPost, path: x.r.path, body: l.body, header: append(slices.Clone(x.r.header), l.header...), sent: sent}
+	a, err := at.w.endpoint.do(x.legs, c, x.s.cfg.Timeouts.Leg)
+	if err != nil {
+		return nil, x.fail(at, err)
+	}
+	if a.status == http.StatusOK {
+		return a, nil
+	}
+	defer a.close()
+	body, err := a.readAll(nil, min(x.s.cfg.Limits.MaxAnswer, 1<<20))
+	if err != nil {
+		return nil, x.fail(at, err)
+	}
+	return nil, x.fail(at, &engineError{status: a.status, contentType: a.header.Get("Content-Type"), body: body})
+}
+
+// fail ends a lease after an error of its leg and says what the error means for the request.
+func (x *exchange) fail(at *lease, err error) error {
+	outcome, retry, label := failedLeg, true, "failed"
+	var said *engineError
+	switch {
+	case x.legs.Err() != nil:
+		outcome, label = canceled, "canceled"
+	case errors.As(err, &said) && said.status < 500:
+		outcome, retry, label = succeeded, false, "refused" // the request is at fault, not the worker
+	case errors.Is(err, errStale):
+		outcome, label = canceled, "stale"
+	case errors.Is(err, errTimeout), errors.As(err, new(*tooLargeError)):
+		retry = false // the client has waited long enough, or would get no more
+	}
+	at.end(outcome)
+	x.s.metrics.legs.WithLabelValues(at.leg.String(), at.w.URL, label).Inc()
+	return &legError{leg: at.leg, worker: at.w, err: err, retry: retry}
+}
+
+func (x *exchange) done(at *lease) {
+	at.end(succeeded)
+	x.s.metrics.legs.WithLabelValues(at.leg.String(), at.w.URL, "ok").Inc()
+}
+
+// single lets one worker serve the whole request.
+func (x *exchange) single(t *try, reason string) error {
+	x.s.metrics.single.WithLabelValues(reason).Inc()
+	d := x.s.dialect()
+	if d == nil {
+		d = plain{}
+	}
+	at, err := x.acquire(decodeLeg)
+	if err != nil {
+		return err
+	}
+	defer at.end(canceled)
+	x.route = "single; " + reason
+	a, err := x.call(at, d.single(t), nil)
+	if err != nil {
+		return err
+	}
+	return x.deliver(at, a, time.Now(), nil)
+}
+
+// sequence runs the prefill leg, then the decode leg.
+func (x *exchange) sequence(d dialect, t *try, source *lease) error {
+	start := time.Now()
+	l, err := d.prefill(t)
+	if err != nil {
+		return err
+	}
+	a, err := x.call(source, l, nil)
+	if err != nil {
+		return err
+	}
+	buf := bodies.Get().(*[]byte)
+	defer func() {
+		if cap(*buf) <= maxPooled {
+			bodies.Put(buf)
+		}
+	}()
+	raw, err := a.readAll(*buf, x.s.cfg.Limits.MaxAnswer)
+	a.close()
+	if err != nil {
+		return x.fail(source, err)
+	}
+	*buf = raw
+	if t.answer, err = parsePrefilled(raw); err != nil {
+		return x.fail(source, err)
+	}
+	means, err := d.read(t)
+	if err != nil {
+		return x.fail(source, err)
+	}
+	x.done(source)
+	x.s.metrics.prefill.Observe(time.Since(start).Seconds())
+	x.s.metrics.cached.Add(float64(cachedTokens(t.answer.usage)))
+	switch means {
+	case final:
+		x.s.metrics.early.Inc()
+		x.route = "prefill only"
+		return x.deliverPrefilled(t)
+	case silent:
+		return x.silentReprefill(d, t, source.w)
+	}
+	return x.decode(d, t, source.w)
+}
+
+// decode runs the decode leg after the prefill leg.
+func (x *exchange) decode(d dialect, t *try, source *worker) error {
+	l, err := d.decode(t)
+	if err != nil {
+		return err
+	}
+	avoid := []*worker{source}
+	for {
+		at, err := x.acquire(decodeLeg, avoid...)
+		if err != nil {
+			return err
+		}
+		defer at.end(canceled)
+		x.route = "two legs"
+		start := time.Now()
+		a, err := x.call(at, l, nil)
+		if errors.Is(err, errDial) && !slices.Contains(avoid, at.w) {
+			avoid = append(avoid, at.w) // nothing was sent: what the prefill leg left behind is still good
+			x.s.metrics.retries.WithLabelValues(decodeLeg.String()).Inc()
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		var prompt []byte
+		if d.mergesUsage() {
+			prompt = t.answer.usage
+		}
+		return x.deliver(at, a, start, prompt)
+	}
+}
+
+// silentReprefill is for a prefill leg without anything to hand over: the decode worker has to compute the prompt
+// again.
+func (x *exchange) silentReprefill(d dialect, t *try, source *worker) error {
+	x.silent = source.URL
+	n := x.s.metrics.silent.WithLabelValues(source.URL)
+	n.Inc()
+	x.s.log.Error("silent re-prefill: the prefill worker's answer has nothing that a decode worker could take over, so its work is lost",
+		"worker", source.URL, "engine", d.name(), "do", d.advice(), "policy", x.s.cfg.SilentReprefill)
+	if x.s.cfg.SilentReprefill == Refuse {
+		return &apiError{
+			status: http.StatusInternalServerError, kind: "server_error", code: "silent_reprefill",
+			message: "the prefill worker " + source.URL + " handed nothing over: " + d.advice(),
+		}
+	}
+	return x.single(t, "silent re-prefill")
+}
+
+// together runs both legs at once. The client gets the decode leg's answer; the prefill leg must go well all the same.
+func (x *exchange) together(d dialect, t *try, source *lease) error {
+	if m, ok := d.(mooncake); ok {
+		m.chooseRank(t)
+	}
+	first, err := d.prefill(t)
+	if err != nil {
+		return err
+	}
+	second, err := d.decode(t)
+	if err != nil {
+		return err
+	}
+	at, err := x.acquire(decodeLeg, source.w)
+	if err != nil {
+		return err
+	}
+	defer at.end(canceled)
+	x.route = "two legs at once"
+	legs, cancel := context.WithCancelCause(x.ctx)
+	x.legs = legs
+	p := &prefillRun{x: x, at: source, sent: make(chan struct{}), done: make(chan struct{})}
+	go p.run(cancel, first)
+	start := time.Now()
+	err = x.decodeBeside(d, at, second, p, start)
+	if err == nil {
+		p.wait(prefillGrace)
+	}
+	cancel(nil)
+	<-p.done
+	x.legs = x.ctx
+	if err != nil && p.err != nil && context.Cause(legs) == errOther {
+		return p.err
+	}
+	return err
+}
+
+// prefillGrace is how long the prefill leg may take to end after the decode leg has.
+const prefillGrace = 5 * time.Second
+
+// decodeBeside runs the decode leg while the prefill leg runs.
+func (x *exchange) decodeBeside(d dialect, at *lease, l leg, p *prefillRun, start time.Time) error {
+	// The prefill leg may wait for the decode worker, so that one must know of the request first.
+	a, err := x.call(at, l, func() { close(p.sent) })
+	if err != nil {
+		return err
+	}
+	var prompt []byte
+	if d.mergesUsage() && (x.r.includeUsage || !x.r.stream) {
+		p.wait(x.s.cfg.Timeouts.Leg)
+		prompt = p.usage()
+	}
+	return x.deliver(at, a, start, prompt)
+}
+
+// prefillRun is the prefill leg of two that run at once.
+type prefillRun struct {
+	x    *exchange
+	at   *lease
+	sent chan struct{} // closed when the decode leg is on its way
+	done chan struct{}
+
+	// Valid once done is closed.
+	err    error
+	prompt []byte // usage
+}
+
+// errOther ends the decode leg when the prefill leg has failed.
+var errOther = errors.New("the prefill leg failed")
+
+// run sends the leg and reads all of its answer.
+func (p *prefillRun) run(cancel context.CancelCauseFunc, l leg) {
+	defer close(p.done)
+	select {
+	case <-p.sent:
+	case <-p.x.legs.Done():
+		return
+	}
+	start := time.Now()
+	if p.err = p.read(l); p.err != nil {
+		cancel(errOther)
+		return
+	}
+	p.x.done(p.at)
+	p.x.s.metrics.prefill.Observe(time.Since(start).Seconds())
+	p.x.s.metrics.cached.Add(float64(cachedTokens(p.prompt)))
+}
+
+func (p *prefillRun) read(l leg) error {
+	a, err := p.x.call(p.at, l, nil)
+	if err != nil {
+		return err
+	}
+	defer a.close()
+	raw, err := a.readAll(nil, p.x.s.cfg.Limits.MaxAnswer)
+	if err != nil {
+		return p.x.fail(p.at, err)
+	}
+	if isEvents(a.header) {
+		p.prompt = lastUsage(raw)
+		return nil
+	}
+	answer, err := parsePrefilled(raw)
+	if err != nil {
+		return p.x.fail(p.at, err)
+	}
+	p.prompt = answer.usage
+	return nil
+}
+
+// wait waits for the end of the leg.
+func (p *prefillRun) wait(most time.Duration) {
+	timer := time.NewTimer(most)
+	defer timer.Stop()
+	select {
+	case <-p.done:
+	case <-p.x.legs.Done():
+	case <-timer.C:
+	}
+}
+
+// usage is what the leg said of the prompt, nil if it has not ended.
+func (p *prefillRun) usage() []byte {
+	select {
+	case <-p.done:
+		return p.prompt
+	default:
+		return nil
+	}
+}
+
+// finish sends the error, if any, and accounts for the request.
+func (x *exchange) finish(r *http.Request, start time.Time, err error) {
+	status := http.StatusOK
+	if err != nil {
+		status = x.sendError(err)
+	}
+	endpoint := r.URL.Path
+	x.s.metrics.requests.WithLabelValues(endpoint, strconv.Itoa(status)).Inc()
+	level := slog.LevelInfo
+	if status >= http.StatusInternalServerError {
+		level = slog.LevelError
+	}
+	if !x.s.log.Enabled(r.Context(), level) {
+		return
+	}
+	attrs := []slog.Attr{
+		slog.Int64("id", x.id), slog.String("endpoint", endpoint), slog.Int("status", status), slog.Float64("seconds", time.Since(start).Seconds()),
+		slog.String("prefill", x.workers[prefillLeg]), slog.String("decode", x.workers[decodeLeg]), slog.Int("tries", x.tries),
+	}
+	if err != nil {
+		attrs = append(attrs, slog.Any("error", err))
+	}
+	x.s.log.LogAttrs(r.Context(), level, "request", attrs...)
+}

@@ -1,0 +1,346 @@
+package relay
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"slices"
+	"sync"
+	"time"
+
+	"baton/route"
+)
+
+// legKind is one of a request's two legs.
+type legKind int
+
+const (
+	prefillLeg legKind = iota
+	decodeLeg
+)
+
+func (l legKind) String() string { return [...]string{"prefill", "decode"}[l] }
+
+// fleet is the workers of both pools and the routers that choose among them.
+type fleet struct {
+	mu      sync.Mutex
+	workers []*worker
+	routers [2]route.Router
+	changed chan struct{} // closed when a worker may have become available
+	lastID  uint64
+	events  func(event string, w *worker, reason string) // of health and breakers, for logs and metrics; called with the lock
+
+	candidates []*worker      // scratch
+	view       []route.Worker // scratch
+}
+
+func newFleet(prefill, decode route.Router) *fleet {
+	return &fleet{routers: [2]route.Router{prefill, decode}, changed: make(chan struct{}), events: func(string, *worker, string) {}}
+}
+
+// lease is a worker's promise to take a leg. It must be ended.
+type lease struct {
+	f       *fleet
+	w       *worker
+	leg     legKind
+	choice  route.Choice
+	content int64
+	trial   bool
+	ended   bool
+}
+
+// outcome is how a leg went for the worker.
+type outcome int
+
+const (
+	succeeded outcome = iota
+	failedLeg
+	canceled // nothing can be said of the worker
+)
+
+// noWorkerError says why a leg has no worker.
+type noWorkerError struct {
+	leg    legKind
+	reason string
+}
+
+func (e *noWorkerError) Error() string { return fmt.Sprintf("no %v worker: %s", e.leg, e.reason) }
+
+// need says what the router of a leg looks at.
+func (f *fleet) need(l legKind, conversation string) route.Need {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.routers[l].Needs(conversation)
+}
+
+// acquire chooses a worker for a leg. avoid are workers that get it only if there is no other. When there is none at
+// all, it waits for one.
+func (f *fleet) acquire(ctx context.Context, l legKind, q route.Request, content int64, avoid []*worker, wait time.Duration) (*lease, error) {
+	var timeout <-chan time.Time
+	for {
+		f.mu.Lock()
+		now := time.Now()
+		if list := f.choosable(l, avoid, now); len(list) > 0 {
+			defer f.mu.Unlock()
+			return f.take(l, q, content, list), nil
+		}
+		changed, recheck := f.changed, f.nextTrial(l, now)
+		err := &noWorkerError{l, f.whyNone(l, now)}
+		f.mu.Unlock()
+		if timeout == nil {
+			timer := time.NewTimer(wait)
+			defer timer.Stop()
+			timeout = timer.C
+		}
+		again := time.NewTimer(recheck)
+		select {
+		case <-changed:
+		case <-again.C:
+		case <-timeout:
+			again.Stop()
+			return nil, err
+		case <-ctx.Done():
+			again.Stop()
+			return nil, context.Cause(ctx)
+		}
+		again.Stop()
+	}
+}
+
+// choosable are the workers that may have a leg, those to avoid left out if others remain.
+func (f *fleet) choosable(l legKind, avoid []*worker, now time.Time) []*worker {
+	list := f.candidates[:0]
+	for _, w := range f.workers {
+		if w.available(l, now) && !slices.Contains(avoid, w) {
+			list = append(list, w)
+		}
+	}
+	if len(list) == 0 && len(avoid) > 0 {
+		for _, w := range f.workers {
+			if w.available(l, now) {
+				list = append(list, w)
+			}
+		}
+	}
+	f.candidates = list
+	return list
+}
+
+// nextTrial is how long no closed breaker will open by itself.
+func (f *fleet) nextTrial(l legKind, now time.Time) time.Duration {
+	next := time.Minute
+	for _, w := range f.workers {
+		if w.roles[l] && w.healthy && w.breaker.open && !w.breaker.trying {
+			next = min(next, w.breaker.until.Sub(now))
+		}
+	}
+	return max(next, time.Millisecond)
+}
+
+func (f *fleet) take(l legKind, q route.Request, content int64, list []*worker) *lease {
+	view := f.view[:0]
+	for _, w := range list {
+		view = append(view, route.Worker{ID: w.id, Slot: w.slot, Requests: w.requests[0] + w.requests[1], Content: w.content})
+	}
+	f.view = view
+	choice := f.routers[l].Pick(q, view)
+	w := list[choice.Index]
+	w.requests[l]++
+	w.content += content
+	return &lease{f: f, w: w, leg: l, choice: choice, content: content, trial: w.breaker.begin()}
+}
+
+// end gives the lease back. Only the first call counts.
+func (l *lease) end(o outcome) {
+	f, w := l.f, l.w
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if l.ended {
+		return
+	}
+	l.ended = true
+	w.requests[l.leg]--
+	w.content -= l.content
+	switch o {
+	case succeeded:
+		if w.breaker.open {
+			f.events("breaker closed", w, "")
+			f.wake()
+		}
+		w.breaker.success()
+	case failedLeg:
+		w.joined = false // it may be another process by now
+		w.probeNow()
+		if w.breaker.failure(time.Now(), l.trial) {
+			f.events("breaker opened", w, "several requests in a row failed")
+		}
+	case canceled:
+		w.breaker.cancel(l.trial)
+		if l.trial {
+			f.wake()
+		}
+	}
+	f.settle(w)
+}
+
+// settle tells whoever removes a worker that its requests are over.
+func (f *fleet) settle(w *worker) {
+	if w.leaving && w.idle != nil && w.requests == [2]int{} {
+		close(w.idle)
+		w.idle = nil
+	}
+}
+
+// wake lets waiting requests look again.
+func (f *fleet) wake() {
+	close(f.changed)
+	f.changed = make(chan struct{})
+}
+
+// whyNone says why nobody can take a leg.
+func (f *fleet) whyNone(l legKind, now time.Time) string {
+	reasons := ""
+	n := 0
+	for _, w := range f.workers {
+		if !w.roles[l] || w.available(l, now) {
+			continue
+		}
+		if n++; n <= 3 {
+			reasons += "; " + w.URL + " " + w.state(now)
+		}
+	}
+	switch {
+	case n == 0:
+		return "none is known (add one with POST /workers)"
+	case n > 3:
+		reasons += fmt.Sprintf("; and %d more", n-3)
+	}
+	return reasons[2:]
+}
+
+// state is one line on a worker. The caller holds the lock.
+func (w *worker) state(now time.Time) string {
+	switch {
+	case w.leaving:
+		return "is leaving"
+	case !w.healthy && w.trouble == "":
+		return "has not answered yet"
+	case !w.healthy:
+		return "is not healthy: " + w.trouble
+	case w.breaker.open:
+		return "failed its last requests (breaker " + w.breaker.state(now) + ")"
+	}
+	return "is healthy"
+}
+
+// add makes a worker known for a leg, or an already known one take that leg too. The result is nil if that changes
+// nothing.
+func (f *fleet) add(spec Worker, l legKind, e func() *endpoint, hostname string) (w *worker, isNew bool) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for _, w := range f.workers {
+		if w.URL == spec.URL && !w.leaving {
+			if w.roles[l] {
+				return nil, false
+			}
+			w.roles[l] = true
+			w.healthy, w.joined = false, false // for a prefill worker more must be known
+			w.probeNow()
+			return w, false
+		}
+	}
+	slot := 0
+	for slices.ContainsFunc(f.workers, func(w *worker) bool { return w.slot == slot }) {
+		slot++
+	}
+	f.lastID++
+	w = &worker{Worker: spec, id: f.lastID, slot: slot, hostname: hostname, endpoint: e(), kick: make(chan struct{}, 1)}
+	w.roles[l] = true
+	f.workers = append(f.workers, w)
+	return w, true
+}
+
+// leave lets a worker get no more requests. The channel closes when it has none; nil means that there is no such
+// worker.
+func (f *fleet) leave(url string) (*worker, <-chan struct{}) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for _, w := range f.workers {
+		if w.URL == url && !w.leaving {
+			idle := make(chan struct{})
+			w.leaving, w.idle = true, idle
+			f.settle(w)
+			return w, idle
+		}
+	}
+	return nil, nil
+}
+
+// remove forgets a worker that has left.
+func (f *fleet) remove(w *worker) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.workers = slices.DeleteFunc(f.workers, func(o *worker) bool { return o == w })
+	for _, r := range f.routers {
+		r.Forget(route.Worker{ID: w.id, Slot: w.slot})
+	}
+	f.events("left", w, "")
+}
+
+// has reports whether any worker is known for a leg, well or not.
+func (f *fleet) has(l legKind) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return slices.ContainsFunc(f.workers, func(w *worker) bool { return w.roles[l] && !w.leaving })
+}
+
+// kickWaiting probes the workers that have not joined: what they waited for has come.
+func (f *fleet) kickWaiting() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for _, w := range f.workers {
+		if !w.joined {
+			w.probeNow()
+		}
+	}
+}
+
+func (f *fleet) hasJoined(w *worker) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return w.joined
+}
+
+func (f *fleet) hasRole(w *worker, l legKind) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return w.roles[l]
+}
+
+// setHealth takes what a probe said; it reports whether the worker counts as healthy.
+func (f *fleet) setHealth(w *worker, err error, failures int) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	switch {
+	case err == nil:
+		w.joined = true
+		if !w.healthy {
+			w.healthy, w.trouble = true, ""
+			f.events("healthy", w, "")
+			f.wake()
+		}
+	case !w.healthy, failures >= probeFailures, errors.Is(err, errDial), isUnavailable(err):
+		if w.healthy || w.trouble != err.Error() {
+			f.events("not healthy", w, err.Error())
+		}
+		w.healthy, w.joined, w.trouble = false, false, err.Error()
+	}
+	return w.healthy
+}
+
+// isUnavailable reports whether a worker itself said that it is not well.
+func isUnavailable(err error) bool {
+	var s *statusError
+	return errors.As(err, &s) && s.status == http.StatusServiceUnavailable
+}

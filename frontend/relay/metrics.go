@@ -1,0 +1,104 @@
+package relay
+
+import (
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+)
+
+// metrics are what /metrics says. Times are in seconds.
+type metrics struct {
+	requests *prometheus.CounterVec
+	inFlight prometheus.Gauge
+	retries  *prometheus.CounterVec
+	routes   *prometheus.CounterVec
+	silent   *prometheus.CounterVec
+	single   *prometheus.CounterVec
+	early    prometheus.Counter
+	legs     *prometheus.CounterVec
+
+	queue    *prometheus.HistogramVec
+	prefill  prometheus.Histogram
+	transfer prometheus.Histogram
+	decode   prometheus.Histogram
+
+	predicted, cached prometheus.Counter
+}
+
+var secondsBuckets = []float64{.0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640}
+
+func newMetrics(r prometheus.Registerer, f *fleet) (*metrics, error) {
+	var failed error
+	register := func(c prometheus.Collector) {
+		if err := r.Register(c); err != nil && failed == nil {
+			failed = err
+		}
+	}
+	counters := func(name, help string, labels ...string) *prometheus.CounterVec {
+		c := prometheus.NewCounterVec(prometheus.CounterOpts{Name: "baton_relay_" + name, Help: help}, labels)
+		register(c)
+		return c
+	}
+	counter := func(name, help string) prometheus.Counter { return counters(name, help).WithLabelValues() }
+	histograms := func(name, help string, labels ...string) *prometheus.HistogramVec {
+		h := prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: "baton_relay_" + name, Help: help, Buckets: secondsBuckets}, labels)
+		register(h)
+		return h
+	}
+	histogram := func(name, help string) prometheus.Histogram {
+		return histograms(name, help).WithLabelValues().(prometheus.Histogram)
+	}
+	m := &metrics{
+		requests:  counters("requests_total", "Requests by endpoint and status; 499 are clients that left.", "endpoint", "status"),
+		inFlight:  prometheus.NewGauge(prometheus.GaugeOpts{Name: "baton_relay_requests_in_flight", Help: "Requests that run now."}),
+		retries:   counters("retries_total", "Requests that were sent again, by the leg that failed.", "leg"),
+		routes:    counters("routes_total", "Workers that were chosen, by leg and why.", "leg", "reason"),
+		silent:    counters("silent_reprefills_total", "Prefill legs that came back with nothing for a decode worker to take over.", "worker"),
+		single:    counters("single_leg_total", "Requests that one worker served alone, and why.", "reason"),
+		early:     counter("early_finishes_total", "Requests that were complete with the prefill leg."),
+		legs:      counters("legs_total", "Legs by worker and outcome.", "leg", "worker", "outcome"),
+		queue:     histograms("queue_seconds", "Until a worker was found, by leg.", "leg"),
+		prefill:   histogram("prefill_seconds", "From the prefill leg's request to its whole answer."),
+		transfer:  histogram("transfer_seconds", "From the decode leg's request to the first bytes of its answer: the transfer and the first step."),
+		decode:    histogram("decode_seconds", "From the first bytes of the decode leg's answer to the last."),
+		predicted: counter("predicted_prefix_blocks_total", "Blocks that chosen prefill workers were thought to hold."),
+		cached:    counter("cached_tokens_total", "Prompt tokens that prefill workers had cached, as they say."),
+	}
+	register(m.inFlight)
+	register(&fleetCollector{f})
+	return m, failed
+}
+
+// fleetCollector shows the workers as they are when asked.
+type fleetCollector struct{ f *fleet }
+
+var (
+	healthyDesc  = prometheus.NewDesc("baton_relay_worker_healthy", "1 for a worker that answers its health checks.", []string{"worker"}, nil)
+	breakerDesc  = prometheus.NewDesc("baton_relay_breaker_open", "State of a worker's breaker: 0 closed, 0.5 half-open, 1 open.", []string{"worker"}, nil)
+	requestsDesc = prometheus.NewDesc("baton_relay_worker_requests", "Requests that a worker has now, by leg.", []string{"worker", "leg"}, nil)
+)
+
+// Describe implements prometheus.Collector.
+func (*fleetCollector) Describe(ch chan<- *prometheus.Desc) {
+	ch <- healthyDesc
+	ch <- breakerDesc
+	ch <- requestsDesc
+}
+
+var breakerValues = map[string]float64{"closed": 0, "half-open": 0.5, "open": 1}
+
+// Collect implements prometheus.Collector.
+func (c *fleetCollector) Collect(ch chan<- prometheus.Metric) {
+	now := time.Now()
+	for _, w := range c.f.snapshot(now) {
+		healthy := 0.0
+		if w.Healthy {
+			healthy = 1
+		}
+		ch <- prometheus.MustNewConstMetric(healthyDesc, prometheus.GaugeValue, healthy, w.URL)
+		ch <- prometheus.MustNewConstMetric(breakerDesc, prometheus.GaugeValue, breakerValues[w.Breaker], w.URL)
+		for l, n := range w.Requests {
+			ch <- prometheus.MustNewConstMetric(requestsDesc, prometheus.GaugeValue, float64(n), w.URL, legKind(l).String())
+		}
+	}
+}

@@ -1,0 +1,5 @@
+//go:build !unix
+
+package relay
+
+func nothingToRead(uintptr) bool { return true }

@@ -1,0 +1,107 @@
+package route
+
+// Conversation keeps the requests of a conversation on one worker, whose cache holds it. A conversation is
+// known by the id that its client gives, or else by its text: a request most of which went to a worker before is
+// taken for the next turn of what is there. Load plays a part only where nothing is known.
+//
+// A worker that is not among the candidates loses its conversations when they next come: their prefix is
+// computed, and from then on held, elsewhere.
+type Conversation struct {
+	threshold float64
+	pins      *Pins
+	held      *Index // what text went where
+	next      int
+}
+
+// DefaultThreshold is the part of a request's blocks that must have been at a worker before for the request to
+// count as a turn of the same conversation. DefaultConversations bounds the ids that are remembered.
+const (
+	DefaultThreshold     = 0.75
+	DefaultConversations = 100_000
+)
+
+// contentEntries bounds the blocks of text that Conversation remembers, in all.
+const contentEntries = 1 << 18
+
+// NewConversation makes an empty one. threshold and conversations have the defaults when they are not positive.
+func NewConversation(threshold float64, conversations int) *Conversation {
+	if threshold <= 0 {
+		threshold = DefaultThreshold
+	}
+	if conversations <= 0 {
+		conversations = DefaultConversations
+	}
+	return &Conversation{threshold: threshold, pins: NewPins(conversations), held: NewIndex(contentEntries)}
+}
+
+// Name implements Router.
+func (*Conversation) Name() string { return "conversation" }
+
+// Needs implements Router: where there is an id, the text is not looked at.
+func (*Conversation) Needs(conversation string) Need {
+	if conversation != "" {
+		return 0
+	}
+	return NeedContent
+}
+
+// Forget implements Router.
+func (c *Conversation) Forget(w Worker) { c.held.Forget(w.Slot) }
+
+// Pick implements Router.
+func (c *Conversation) Pick(r Request, workers []Worker) Choice {
+	if r.Conversation != "" {
+		return c.byID(r.Conversation, workers)
+	}
+	choice := c.byContent(r, workers)
+	if len(r.Content) > 0 {
+		c.held.Record(workers[choice.Index].Slot, r.Content)
+	}
+	return choice
+}
+
+func (c *Conversation) byID(id string, workers []Worker) Choice {
+	choice := Choice{Index: -1, Reason: ReasonConversation}
+	if pinned := c.pins.Get(id); pinned != 0 {
+		for i := range workers {
+			if workers[i].ID == pinned {
+				choice.Index = i
+			}
+		}
+	}
+	if choice.Index < 0 {
+		choice = c.byLoad(workers)
+	}
+	c.pins.Set(id, workers[choice.Index].ID)
+	return choice
+}
+
+func (c *Conversation) byContent(r Request, workers []Worker) Choice {
+	slots := 0
+	for i := range workers {
+		slots = max(slots, workers[i].Slot+1)
+	}
+	depths := make([]int, slots)
+	c.held.Match(r.Content, depths)
+	best := 0
+	for i := 1; i < len(workers); i++ {
+		w, b := &workers[i], &workers[best]
+		if d := depths[w.Slot] - depths[b.Slot]; d > 0 || d == 0 && w.Content < b.Content {
+			best = i
+		}
+	}
+	match := depths[workers[best].Slot]
+	if match > 0 && float64(match) >= c.threshold*float64(len(r.Content)) {
+		return Choice{Index: best, Reason: ReasonPrefix, Match: match, Blocks: len(r.Content)}
+	}
+	choice := c.byLoad(workers)
+	choice.Match, choice.Blocks = depths[workers[choice.Index].Slot], len(r.Content)
+	return choice
+}
+
+// byLoad takes the worker with the least text in its requests, taking turns among equals.
+func (c *Conversation) byLoad(workers []Worker) Choice {
+	i := least(c.next, workers, func(w *Worker) int64 { return w.Content })
+	c.next = i + 1
+	return Choice{Index: i, Reason: ReasonLoad}
+}
