@@ -230,11 +230,16 @@ func TestMatMulExpertsEqualsMatMul(t *testing.T) {
 // route returns what Route chose: experts and weights, by token.
 func route(t testing.TB, b *Backend, logits []float32, count, topK int, normalize bool) ([]int32, []float32) {
 	t.Helper()
+	return routeBy(t, b, logits, count, topK, compute.Router{Normalize: normalize})
+}
+
+func routeBy(t testing.TB, b *Backend, logits []float32, count, topK int, router compute.Router) ([]int32, []float32) {
+	t.Helper()
 	mem, err := b.Routing(len(logits)/count+3, count, topK)
 	if err != nil {
 		t.Fatal(err)
 	}
-	b.Route(mem, put(t, b, logits, count), compute.Router{Normalize: normalize})
+	b.Route(mem, put(t, b, logits, count), router)
 	if err := b.Read(nil, compute.Mat{Buf: &buffer{}, Cols: 1}); err != nil {
 		t.Fatal(err)
 	}
