@@ -19,7 +19,7 @@ import (
 // collector need not walk. An engine whose reports break the second fact gets a wrong guess, nothing worse.
 type Index struct {
 	limit   int
-	table   map[kvcache.Digest]int32
+	table   table
 	nodes   []node
 	owners  []uint64 // words bits a node: the engines that hold it
 	words   int
@@ -51,7 +51,7 @@ func NewIndex(limit int) *Index {
 		limit = DefaultEntries
 	}
 	x := &Index{
-		limit: limit, table: make(map[kvcache.Digest]int32), words: 1, free: none,
+		limit: limit, words: 1, free: none,
 		expected: make(map[kvcache.Digest][]*Expectation),
 	}
 	x.nodes = append(x.nodes, node{parent: none, prev: root, next: root})
@@ -60,7 +60,7 @@ func NewIndex(limit int) *Index {
 }
 
 // Len is the number of digests remembered, at most the limit.
-func (x *Index) Len() int { return len(x.table) }
+func (x *Index) Len() int { return x.table.len() }
 
 // Match sets depths[e] to the number of leading digests of chain that engine e holds or soon will, for every
 // e in [0, len(depths)).
@@ -76,7 +76,7 @@ func (x *Index) Match(chain []kvcache.Digest, depths []int) {
 	}
 	x.seen = append(x.seen[:0], make([]uint64, x.words)...)
 	for at := deepest; at > 0; at = x.newcomer(chain[:at-1]) {
-		for w, owners := range x.ownersOf(x.table[chain[at-1]]) {
+		for w, owners := range x.ownersOf(x.node(&chain[at-1])) {
 			for fresh := owners &^ x.seen[w]; fresh != 0; fresh &= fresh - 1 {
 				if e := w*64 + bits.TrailingZeros64(fresh); e < len(depths) {
 					depths[e] = max(depths[e], at)
@@ -87,12 +87,21 @@ func (x *Index) Match(chain []kvcache.Digest, depths []int) {
 	}
 }
 
+// node is that of a digest. One that the index does not hold, in the middle of a chain of which it holds more,
+// is an engine's fault: it gets the root, which nobody owns.
+func (x *Index) node(d *kvcache.Digest) int32 {
+	if n, ok := x.table.get(d, x.nodes); ok {
+		return n
+	}
+	return root
+}
+
 // known is the length of the leading part of chain that the index holds.
 func (x *Index) known(chain []kvcache.Digest) int {
 	low, high := 0, len(chain)
 	for low < high {
 		mid := int(uint(low+high+1) / 2)
-		if _, ok := x.table[chain[mid-1]]; ok {
+		if _, ok := x.table.get(&chain[mid-1], x.nodes); ok {
 			low = mid
 		} else {
 			high = mid - 1
@@ -107,7 +116,7 @@ func (x *Index) newcomer(chain []kvcache.Digest) int {
 	low, high := 0, len(chain)
 	for low < high {
 		mid := int(uint(low+high+1) / 2)
-		if x.unseen(x.table[chain[mid-1]]) {
+		if x.unseen(x.node(&chain[mid-1])) {
 			low = mid
 		} else {
 			high = mid - 1
@@ -155,7 +164,7 @@ func (x *Index) Touch(chain []kvcache.Digest) int {
 	known := x.known(chain)
 	x.scratch = x.scratch[:0]
 	if known > 0 {
-		x.touch(x.table[chain[known-1]])
+		x.touch(x.node(&chain[known-1]))
 	}
 	return known
 }
@@ -180,15 +189,15 @@ func (x *Index) Store(engine int, digest, parent kvcache.Digest) {
 	x.widen(engine/64 + 1)
 	before, after := int32(none), int32(root)
 	if parent != (kvcache.Digest{}) {
-		p, ok := x.table[parent]
+		p, ok := x.table.get(&parent, x.nodes)
 		if !ok || !x.owns(p, engine) {
 			return
 		}
 		before, after = p, p
 	}
-	n, ok := x.table[digest]
+	n, ok := x.table.get(&digest, x.nodes)
 	if !ok {
-		if len(x.table) >= x.limit && x.nodes[root].prev == before {
+		if x.table.len() >= x.limit && x.nodes[root].prev == before {
 			x.touch(before) // or it would make room for its own child
 			if x.nodes[root].prev == before {
 				return
@@ -201,7 +210,7 @@ func (x *Index) Store(engine int, digest, parent kvcache.Digest) {
 
 // Remove notes that engine does not hold a block any more.
 func (x *Index) Remove(engine int, digest kvcache.Digest) {
-	n, ok := x.table[digest]
+	n, ok := x.table.get(&digest, x.nodes)
 	if !ok || !x.owns(n, engine) {
 		return
 	}
@@ -271,7 +280,7 @@ func (x *Index) add(d kvcache.Digest, parent, after int32) int32 {
 	if parent != none {
 		x.nodes[parent].children++
 	}
-	x.table[d] = n
+	x.table.add(n, x.nodes)
 	x.linkAfter(after, n)
 	return n
 }
@@ -280,7 +289,7 @@ func (x *Index) add(d kvcache.Digest, parent, after int32) int32 {
 // full. Nothing follows that one. It is never an ancestor of what is being recorded: those were just made
 // the most recent.
 func (x *Index) allocate() int32 {
-	if len(x.table) >= x.limit {
+	if x.table.len() >= x.limit {
 		last := x.nodes[root].prev
 		parent := x.nodes[last].parent
 		x.remove(last)
@@ -300,7 +309,7 @@ func (x *Index) remove(n int32) {
 	if p := x.nodes[n].parent; p != none {
 		x.nodes[p].children--
 	}
-	delete(x.table, x.nodes[n].digest)
+	x.table.remove(&x.nodes[n].digest, x.nodes)
 	x.unlink(n)
 	x.nodes[n].next = x.free
 	x.free = n
