@@ -129,49 +129,99 @@ const (
 	maxDepth   = 16
 )
 
+var (
+	errDeep  = fmt.Errorf("nested deeper than %d", maxDepth)
+	errDense = errors.New("lists with more elements than the frame has room for")
+)
+
 // checkFrame walks b, which must hold exactly one complete value within the bounds.
 func checkFrame(b []byte) error {
 	arrays := denseArray + len(b)/minElement
-	rest, err := checkValue(b, maxDepth, &arrays)
-	if err != nil {
-		return err
+	var left [maxDepth]uint64 // elements to come of the arrays that are open
+	depth, at := 0, 0
+	for {
+		size, elements := valueSize(b[at:])
+		if size > uint64(len(b)-at) {
+			return fmt.Errorf("cut short: byte %d of %d begins a value of %d bytes", at, len(b), size)
+		}
+		if size == 0 {
+			return fmt.Errorf("byte %d begins no value", at)
+		}
+		at += int(size)
+		if elements >= 0 {
+			n := uint64(elements)
+			if depth == maxDepth-1 {
+				return errDeep
+			}
+			if arrays--; arrays < 0 || n > denseArray && n*minElement > uint64(len(b)-at) {
+				return errDense
+			}
+			if n > 0 {
+				left[depth] = n
+				depth++
+				continue
+			}
+		}
+		for depth > 0 {
+			if left[depth-1]--; left[depth-1] > 0 {
+				break
+			}
+			depth--
+		}
+		if depth == 0 {
+			break
+		}
 	}
-	if len(rest) > 0 {
-		return fmt.Errorf("%d bytes after the message", len(rest))
+	if at < len(b) {
+		return fmt.Errorf("%d bytes after the message", len(b)-at)
 	}
 	return nil
 }
 
-func checkValue(b []byte, depth int, arrays *int) ([]byte, error) {
+// valueSize is how many bytes the value that b begins with has, for arrays and maps without their elements,
+// whose number it tells; that is negative for others. A size beyond b is what is missing, 0 that there is no
+// such value.
+func valueSize(b []byte) (size uint64, elements int64) {
+	if len(b) == 0 {
+		return 1, -1
+	}
+	lead := b[0]
+	switch {
+	case lead < 0x80 || lead >= 0xe0: // small integers
+		return 1, -1
+	case lead < 0x90:
+		return 1, 2 * int64(lead&0x0f)
+	case lead < 0xa0:
+		return 1, int64(lead & 0x0f)
+	case lead < 0xc0: // short strings
+		return 1 + uint64(lead&0x1f), -1
+	}
+	f := formats[lead-0xc0]
+	size = uint64(f.fixed) + uint64(f.length)
+	if f.length == 0 || size > uint64(len(b)) {
+		return size, -1
+	}
 	var n uint64
-	switch msgp.NextType(b) {
-	case msgp.ArrayType:
-		sz, rest, err := msgp.ReadArrayHeaderBytes(b)
-		if err != nil {
-			return b, err
-		}
-		n, b = uint64(sz), rest
-	case msgp.MapType:
-		sz, rest, err := msgp.ReadMapHeaderBytes(b)
-		if err != nil {
-			return b, err
-		}
-		n, b = 2*uint64(sz), rest
-	default:
-		return msgp.Skip(b)
+	for _, c := range b[1 : 1+f.length] {
+		n = n<<8 | uint64(c)
 	}
-	if depth--; depth == 0 {
-		return b, fmt.Errorf("nested deeper than %d", maxDepth)
+	if f.each > 0 {
+		return size, int64(f.each) * int64(n)
 	}
-	if *arrays--; *arrays < 0 || n > denseArray && n*minElement > uint64(len(b)) {
-		return b, errors.New("lists with more elements than the frame has room for")
-	}
-	for ; n > 0; n-- {
-		rest, err := checkValue(b, depth, arrays)
-		if err != nil {
-			return b, err
-		}
-		b = rest
-	}
-	return b, nil
+	return size + n, -1
+}
+
+// formats are msgpack's for the lead bytes 0xc0 to 0xdf: how many bytes a value has beside a length, how many
+// a length has, and for arrays and maps how many elements each counts for.
+var formats = [32]struct{ fixed, length, each uint8 }{
+	{1, 0, 0}, {}, {1, 0, 0}, {1, 0, 0}, // nil, none, false, true
+	{1, 1, 0}, {1, 2, 0}, {1, 4, 0}, // bin
+	{2, 1, 0}, {2, 2, 0}, {2, 4, 0}, // ext
+	{5, 0, 0}, {9, 0, 0}, // float
+	{2, 0, 0}, {3, 0, 0}, {5, 0, 0}, {9, 0, 0}, // uint
+	{2, 0, 0}, {3, 0, 0}, {5, 0, 0}, {9, 0, 0}, // int
+	{3, 0, 0}, {4, 0, 0}, {6, 0, 0}, {10, 0, 0}, {18, 0, 0}, // fixext
+	{1, 1, 0}, {1, 2, 0}, {1, 4, 0}, // str
+	{1, 2, 1}, {1, 4, 1}, // array
+	{1, 2, 2}, {1, 4, 2}, // map
 }
