@@ -184,6 +184,7 @@ type Core struct {
 
 	requests   map[uint64]*request
 	buckets    []bucket
+	room       []wire.Result // the part of an engine's message that has been read, and is free for what is forwarded
 	depths     []int
 	candidates []route.Candidate
 	chosen     []*engine

@@ -28,6 +28,13 @@ type metrics struct {
 	recovered *prometheus.CounterVec
 	generated prometheus.Counter
 
+	// Of the vectors above, found once.
+	colocatedWait, prefillWait, decodeWait prometheus.Observer
+
+	moved, reused prometheus.Counter
+	more, fewer   prometheus.Counter
+	recoveries    [4]prometheus.Counter // in the order of Summary.recoveries
+
 	mu                sync.Mutex
 	open              map[*wire.Conn]struct{}
 	bytesIn, bytesOut int64 // of connections that have ended
@@ -41,7 +48,7 @@ func newMetrics() *metrics {
 		return prometheus.NewCounterVec(prometheus.CounterOpts{Name: name, Help: help}, []string{label})
 	}
 	seconds := prometheus.ExponentialBuckets(0.0005, 2, 16) // 0.5 ms to 16 s
-	return &metrics{
+	m := &metrics{
 		malformed: counter("baton_control_malformed_total", "Control messages that could not be decoded."),
 		requests:  vec("baton_coordinator_requests_total", "Requests that ended, by outcome: stop, length, abort or an error code.", "outcome"),
 		queue: prometheus.NewHistogramVec(prometheus.HistogramOpts{
@@ -64,6 +71,14 @@ func newMetrics() *metrics {
 		generated: counter("baton_coordinator_generated_tokens_total", "Tokens that were sent to clients."),
 		open:      make(map[*wire.Conn]struct{}),
 	}
+	m.colocatedWait, m.prefillWait = m.queue.WithLabelValues(wire.RoleBoth), m.queue.WithLabelValues(wire.RolePrefill)
+	m.decodeWait = m.queue.WithLabelValues(wire.RoleDecode)
+	m.moved, m.reused = m.blocks.WithLabelValues("moved"), m.blocks.WithLabelValues("reused")
+	m.more, m.fewer = m.missed.WithLabelValues("more"), m.missed.WithLabelValues("fewer")
+	for i, n := range new(Summary).recoveries() {
+		m.recoveries[i] = m.recovered.WithLabelValues(n.what)
+	}
+	return m
 }
 
 // ended counts a request that is over.
@@ -73,23 +88,23 @@ func (m *metrics) ended(r *Summary) {
 	m.cached.Add(float64(r.CachedTokens))
 	m.predicted.Add(float64(r.PredictedTokens))
 	if more := r.CachedTokens - r.PredictedTokens; more > 0 {
-		m.missed.WithLabelValues("more").Add(float64(more))
+		m.more.Add(float64(more))
 	} else {
-		m.missed.WithLabelValues("fewer").Add(float64(-more))
+		m.fewer.Add(float64(-more))
 	}
-	for _, n := range r.recoveries() {
-		m.recovered.WithLabelValues(n.what).Add(float64(n.count))
+	for i, n := range r.recoveries() {
+		m.recoveries[i].Add(float64(n.count))
 	}
 	m.generated.Add(float64(r.Generated))
-	first := wire.RolePrefill
-	if r.Prefill == "" {
-		first = wire.RoleBoth
-	}
 	if !r.Dispatched.IsZero() {
-		m.queue.WithLabelValues(first).Observe(r.Dispatched.Sub(r.Submitted).Seconds())
+		first := m.colocatedWait
+		if r.Prefill != "" {
+			first = m.prefillWait
+		}
+		first.Observe(r.Dispatched.Sub(r.Submitted).Seconds())
 	}
 	if !r.Bound.IsZero() {
-		m.queue.WithLabelValues(wire.RoleDecode).Observe(r.Bound.Sub(r.Exported).Seconds())
+		m.decodeWait.Observe(r.Bound.Sub(r.Exported).Seconds())
 	}
 	if r.Read.IsZero() {
 		return
@@ -97,8 +112,8 @@ func (m *metrics) ended(r *Summary) {
 	m.handoffs.Inc()
 	m.handoff.Observe(r.Read.Sub(r.Exported).Seconds())
 	m.bytes.Add(float64(r.Stats.BytesMoved))
-	m.blocks.WithLabelValues("moved").Add(float64(r.Stats.BlocksMoved))
-	m.blocks.WithLabelValues("reused").Add(float64(r.Stats.BlocksReused))
+	m.moved.Add(float64(r.Stats.BlocksMoved))
+	m.reused.Add(float64(r.Stats.BlocksReused))
 }
 
 // track counts a connection's bytes until the returned function is called.

@@ -18,6 +18,7 @@ func (c *Core) results(e *engine, results []wire.Result, replies bool) {
 	changed := false
 	for i := range results {
 		res := results[i]
+		c.room = results[i:i]
 		l := e.legs[res.ID]
 		if l == nil || !l.runs() {
 			c.stray("tokens", e, res.ID)
@@ -32,6 +33,7 @@ func (c *Core) results(e *engine, results []wire.Result, replies bool) {
 		changed = changed || ended
 	}
 	c.flush()
+	c.room = nil
 	if changed {
 		c.dispatch()
 	}
@@ -162,8 +164,11 @@ func (c *Core) forward(l *leg, res *wire.Result) {
 	final := res.Finish != ""
 	i := slices.IndexFunc(c.buckets, func(b bucket) bool { return b.client == r.client && b.final == final })
 	if i < 0 {
-		i = len(c.buckets)
-		c.buckets = append(c.buckets, bucket{client: r.client, final: final})
+		b := bucket{client: r.client, final: final}
+		if i = len(c.buckets); i == 0 {
+			b.results = c.room // it grows no faster than the engine's message is read
+		}
+		c.buckets = append(c.buckets, b)
 	}
 	c.buckets[i].results = append(c.buckets[i].results, *res)
 }

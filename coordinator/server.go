@@ -491,12 +491,12 @@ func logEnd(log *slog.Logger, r *Summary) {
 	if !log.Enabled(context.Background(), level) {
 		return
 	}
-	attrs := []slog.Attr{
+	attrs := append(make([]slog.Attr, 0, 24),
 		slog.Uint64("id", r.ID), slog.String("client", r.Client), slog.Uint64("client_id", r.ClientID),
 		slog.String("outcome", r.Outcome), slog.Int("prompt", r.PromptTokens), slog.Int("cached", r.CachedTokens),
 		slog.Int("predicted", r.PredictedTokens), slog.Int("generated", r.Generated),
 		slog.Duration("took", r.Ended.Sub(r.Submitted)),
-	}
+	)
 	for _, n := range r.recoveries() {
 		if n.count > 0 {
 			attrs = append(attrs, slog.Int(n.what, n.count))
@@ -519,5 +519,7 @@ func logEnd(log *slog.Logger, r *Summary) {
 	if r.Message != "" {
 		attrs = append(attrs, slog.String("message", r.Message))
 	}
-	log.LogAttrs(context.Background(), level, "request", attrs...)
+	line := slog.NewRecord(r.Ended, level, "request", 0) // where in the source is no news
+	line.AddAttrs(attrs...)
+	_ = log.Handler().Handle(context.Background(), line) // a log that fails has nobody to tell
 }
