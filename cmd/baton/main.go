@@ -75,8 +75,11 @@ func runContext(ctx context.Context, args []string, stdout, stderr io.Writer) in
 		fmt.Fprintf(stderr, "baton: %v\nTry: baton --help\n", err)
 		return 2
 	}
-	env := &environment{ctx: ctx, stdout: stdout, log: newLogger(stderr, c.LogLevel, c.LogJSON), up: make(chan struct{})}
-	if err := env.run(parsed.Run); err != nil && !errors.Is(err, context.Canceled) {
+	log, lines := newLogger(stderr, c.LogLevel, c.LogJSON)
+	env := &environment{ctx: ctx, stdout: stdout, log: log, up: make(chan struct{})}
+	err = env.run(parsed.Run)
+	lines.Flush()
+	if err != nil && !errors.Is(err, context.Canceled) {
 		fmt.Fprintln(stderr, "baton:", err)
 		return 1
 	}
@@ -111,12 +114,4 @@ func (env *environment) run(command func(...any) error) error {
 		}
 	}
 	return <-ended
-}
-
-func newLogger(w io.Writer, level slog.Level, asJSON bool) *slog.Logger {
-	options := &slog.HandlerOptions{Level: level}
-	if asJSON {
-		return slog.New(slog.NewJSONHandler(w, options))
-	}
-	return slog.New(slog.NewTextHandler(w, options))
 }
