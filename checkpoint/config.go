@@ -7,7 +7,6 @@ import (
 	"io"
 	"os"
 	"path/filepath"
-	"reflect"
 	"slices"
 
 	"baton/tensor"
@@ -116,49 +115,10 @@ func readJSON(path string, v any) error {
 		return problemf(tensor.ErrMalformed, path, "", "is over %d bytes, too long for a config", maxConfigBytes)
 	}
 	if err := json.Unmarshal(data, v); err != nil {
-		if e, ok := errors.AsType[*json.SemanticError](err); ok && e.JSONPointer != "" {
-			return problemf(tensor.ErrMalformed, path, string(e.JSONPointer[1:]), "is %s, expected %s", describe(e), expected(e.GoType))
-		}
-		return problemf(tensor.ErrMalformed, path, "", "is no valid JSON: %v", err)
+		member, problem := tensor.JSONProblem(err)
+		return problemf(tensor.ErrMalformed, path, member, "%s", problem)
 	}
 	return nil
-}
-
-// describe is the offending value if it is short, else its kind.
-func describe(e *json.SemanticError) string {
-	if n := len(e.JSONValue); n > 0 && n <= 40 {
-		return string(e.JSONValue)
-	}
-	switch e.JSONKind {
-	case '"':
-		return "a string"
-	case '{':
-		return "an object"
-	case '[':
-		return "an array"
-	}
-	return "JSON " + e.JSONKind.String()
-}
-
-func expected(t reflect.Type) string {
-	for t != nil && t.Kind() == reflect.Pointer {
-		t = t.Elem()
-	}
-	switch {
-	case t == nil:
-		return "something else"
-	case t.Kind() == reflect.Struct || t.Kind() == reflect.Map:
-		return "an object"
-	case t.Kind() == reflect.Slice:
-		return "an array"
-	case t.Kind() == reflect.String:
-		return "a string"
-	case t.Kind() == reflect.Bool:
-		return "true or false"
-	case t.Kind() == reflect.Float64:
-		return "a number"
-	}
-	return "an integer"
 }
 
 // openFolder opens a Hugging Face checkpoint.

@@ -96,7 +96,8 @@ func readIndex(path string) (map[string]string, error) {
 		WeightMap map[string]string `json:"weight_map"`
 	}
 	if err := json.Unmarshal(data, &index); err != nil {
-		return nil, fileErrorf(ErrMalformed, path, "", "is not a valid index: %v", err)
+		member, problem := JSONProblem(err)
+		return nil, fileErrorf(ErrMalformed, path, member, "%s; it is not a valid index", problem)
 	}
 	if len(index.WeightMap) == 0 {
 		return nil, fileErrorf(ErrMalformed, path, "weight_map", "names no tensor")
@@ -175,7 +176,8 @@ func (p *safetensorsParser) header() error {
 		name := tok.String()
 		if name == "__metadata__" {
 			if err := json.UnmarshalDecode(p.dec, &p.out.Metadata); err != nil {
-				return p.bad(name, "is not a map of strings: %v", err)
+				_, problem := JSONProblem(err)
+				return p.bad(name, "is not a map of strings: one value %s", problem)
 			}
 		} else if err := p.tensor(name); err != nil {
 			return err
@@ -201,7 +203,8 @@ func (p *safetensorsParser) tensor(name string) error {
 		return p.bad(field, "is one more than the %d tensors that a file may have", maxEntries)
 	}
 	if err := json.UnmarshalDecode(p.dec, &entry); err != nil {
-		return p.bad(field, "%v", err)
+		member, problem := JSONProblem(err)
+		return p.bad(field, "%s %s", member[strings.LastIndexByte(member, '/')+1:], problem)
 	}
 	if entry.DType == "" || entry.Shape == nil || entry.Offsets == nil {
 		return p.bad(field, "needs dtype, shape and data_offsets")

@@ -111,7 +111,7 @@ func readConfig(file string, into any) error {
 		return nil
 	}
 	if err == nil {
-		err = json.Unmarshal(data, into, readOptions)
+		err = unmarshal(data, into, readOptions)
 	}
 	if err != nil {
 		return &FileError{file, "", err}

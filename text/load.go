@@ -10,6 +10,8 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+
+	"baton/tensor"
 )
 
 const (
@@ -147,12 +149,38 @@ func readMerge(d *jsontext.Decoder, n int) (pair [2]string, err error) {
 	return [2]string{left, right}, nil
 }
 
+// unmarshal reads JSON. Its errors name the member at fault, and no type of this program.
+func unmarshal(data []byte, into any, options ...json.Options) error {
+	return jsonProblem(json.Unmarshal(data, into, options...))
+}
+
+func jsonProblem(err error) error {
+	if err == nil {
+		return nil
+	}
+	member, problem := tensor.JSONProblem(err)
+	err = &jsonError{problem, err}
+	if member != "" {
+		err = &fieldError{strings.ReplaceAll(member, "/", "."), err}
+	}
+	return err
+}
+
+// jsonError words a decoder's error.
+type jsonError struct {
+	problem string
+	err     error
+}
+
+func (e *jsonError) Error() string { return e.problem }
+func (e *jsonError) Unwrap() error { return e.err }
+
 var readOptions = json.JoinOptions(jsontext.AllowDuplicateNames(true), jsontext.AllowInvalidUTF8(true))
 
 // parseTokenizer reads a tokenizer.json.
 func parseTokenizer(data []byte) (*spec, error) {
 	var j tokenizerJSON
-	if err := json.Unmarshal(data, &j, readOptions); err != nil {
+	if err := unmarshal(data, &j, readOptions); err != nil {
 		return nil, err
 	}
 	m := &j.Model
@@ -218,7 +246,7 @@ func parseVocab(raw jsontext.Value) (map[string]int32, error) {
 		token := name.String()
 		var id int32
 		if err := json.UnmarshalDecode(d, &id); err != nil {
-			return nil, err
+			return nil, jsonProblem(err)
 		}
 		vocab[token] = id
 	}
@@ -247,7 +275,7 @@ func parsePostProcessor(raw jsontext.Value, depth int) (prefix, suffix []int32, 
 		Sep jsontext.Value `json:"sep"` // ["</s>", 2]
 		Cls jsontext.Value `json:"cls"`
 	}
-	if err := json.Unmarshal(raw, &p); err != nil {
+	if err := unmarshal(raw, &p); err != nil {
 		return nil, nil, err
 	}
 	switch p.Type {
@@ -294,14 +322,14 @@ func parsePostProcessor(raw jsontext.Value, depth int) (prefix, suffix []int32, 
 // tokenPair gives the id of ["text", id].
 func tokenPair(raw jsontext.Value) (int32, error) {
 	var pair []jsontext.Value
-	if err := json.Unmarshal(raw, &pair); err != nil {
+	if err := unmarshal(raw, &pair); err != nil {
 		return 0, err
 	}
 	if len(pair) != 2 {
 		return 0, fmt.Errorf("want a token and its id, have %d values", len(pair))
 	}
 	var id int32
-	err := json.Unmarshal(pair[1], &id)
+	err := unmarshal(pair[1], &id)
 	return id, err
 }
 
@@ -318,7 +346,7 @@ func parseDecoder(raw jsontext.Value, depth int) (d decoding, err error) {
 		Start    int              `json:"start"`
 		Stop     int              `json:"stop"`
 	}
-	if err := json.Unmarshal(raw, &p); err != nil {
+	if err := unmarshal(raw, &p); err != nil {
 		return d, err
 	}
 	switch {

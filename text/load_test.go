@@ -35,6 +35,9 @@ func TestLoadErrors(t *testing.T) {
 		{name: "not JSON", json: `{"model":`},
 		{name: "not an object", json: `[1]`},
 		{name: "empty", json: ``},
+		{name: "the model is a number", json: `{"model":5}`, field: "model"},
+		{name: "added tokens are an object", json: file(`{"a":1}`, "null", byteLevel, "null", abModel), field: "added_tokens"},
+		{name: "the normalizer is a list", json: file(noTokens, `[]`, byteLevel, "null", abModel), field: "normalizer"},
 		{name: "no model", json: `{}`, field: "model.type", unsupported: ""},
 		{name: "unigram", json: `{"model":{"type":"Unigram","vocab":[["a",0.5]],"unk_id":0}}`, field: "model.type", unsupported: "Unigram"},
 		{name: "word piece", json: `{"model":{"type":"WordPiece","vocab":{"a":0}}}`, field: "model.type", unsupported: "WordPiece"},
@@ -84,6 +87,9 @@ func TestLoadErrors(t *testing.T) {
 			u, ok := errors.AsType[*UnsupportedError](err)
 			if ok != (c.unsupported != "" || c.name == "no model") || ok && u.Name != c.unsupported {
 				t.Errorf("error %v, want it to name %q", err, c.unsupported)
+			}
+			if said := err.Error(); strings.Contains(said, "Go ") || strings.Contains(said, " json:") {
+				t.Errorf("error %v speaks of the program", err)
 			}
 		})
 	}

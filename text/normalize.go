@@ -2,7 +2,6 @@ package text
 
 import (
 	"encoding/json/jsontext"
-	"encoding/json/v2"
 	"errors"
 	"fmt"
 	"slices"
@@ -119,7 +118,7 @@ func parseNormalizer(raw jsontext.Value, depth int) ([]normalizer, error) {
 		StripLeft   bool             `json:"strip_left"`
 		StripRight  bool             `json:"strip_right"`
 	}
-	if err := json.Unmarshal(raw, &n); err != nil {
+	if err := unmarshal(raw, &n); err != nil {
 		return nil, err
 	}
 	switch n.Type {

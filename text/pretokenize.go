@@ -2,7 +2,6 @@ package text
 
 import (
 	"encoding/json/jsontext"
-	"encoding/json/v2"
 	"errors"
 	"fmt"
 	"unicode/utf8"
@@ -206,7 +205,7 @@ func parsePreTokenizer(raw jsontext.Value, depth int) (steps []splitter, byteLev
 		return nil, false, nil
 	}
 	var p preTokenizer
-	if err := json.Unmarshal(raw, &p); err != nil {
+	if err := unmarshal(raw, &p); err != nil {
 		return nil, false, err
 	}
 	switch p.Type {

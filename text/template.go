@@ -3,7 +3,6 @@ package text
 import (
 	"context"
 	"encoding/json/jsontext"
-	"encoding/json/v2"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -419,7 +418,7 @@ func readTemplates(raw jsontext.Value, into map[string]string) error {
 	}
 	if raw.Kind() == '"' {
 		var source string
-		err := json.Unmarshal(raw, &source)
+		err := unmarshal(raw, &source)
 		into[DefaultTemplate] = source
 		return err
 	}
@@ -427,7 +426,7 @@ func readTemplates(raw jsontext.Value, into map[string]string) error {
 		Name     string `json:"name"`
 		Template string `json:"template"`
 	}
-	if err := json.Unmarshal(raw, &list, readOptions); err != nil {
+	if err := unmarshal(raw, &list, readOptions); err != nil {
 		return err
 	}
 	for _, l := range list {
