@@ -84,6 +84,14 @@ func newMessage(h Header) Message {
 		return new(KVEvents)
 	case HeaderKVResync:
 		return new(KVResync)
+	case HeaderClaimKV:
+		return new(ClaimKV)
+	case HeaderClaimAck:
+		return new(ClaimAck)
+	case HeaderRenewKV:
+		return new(RenewKV)
+	case HeaderKVState:
+		return new(KVState)
 	}
 	return &Unknown{Of: h}
 }
@@ -167,6 +175,14 @@ func (h Header) String() string {
 		return "KVEvents"
 	case HeaderKVResync:
 		return "KVResync"
+	case HeaderClaimKV:
+		return "ClaimKV"
+	case HeaderClaimAck:
+		return "ClaimAck"
+	case HeaderRenewKV:
+		return "RenewKV"
+	case HeaderKVState:
+		return "KVState"
 	case HeaderUnread:
 		return "unread"
 	}

@@ -312,6 +312,7 @@ const (
 	CodeEngineLost  = "engine_lost"     // the engine that ran it died; try again
 	CodeInternal    = "internal"
 	CodeCorrupt     = "corrupt_kv" // what arrived is not what was exported: prefill again
+	CodeGone        = "kv_gone"    // the export has ended, or is unknown: prefill again
 )
 
 // RequestError ends a request with a failure.
