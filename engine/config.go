@@ -22,6 +22,8 @@ type Config struct {
 	// Name tells the engine from the others of its coordinator ("prefill_s0"). Where there are several, each adds
 	// its number ("prefill_s0_dp1").
 	Name string
+	// Placement says which of the ranks run in this process; nil is all of them.
+	Placement *Placement
 	// Shard is how many ranks there are and how they split the model. Default: one. Its role counts for nothing.
 	Shard layout.Shard
 	// Role is wire.RolePrefill, RoleDecode or RoleBoth.
@@ -78,6 +80,13 @@ func (c Config) withDefaults() (Config, error) {
 	c.MaxTokens = orElse(c.MaxTokens, 512)
 	c.Continuation = orElse(c.Continuation, 4)
 	c.MaxSeqLen = orElse(c.MaxSeqLen, spec.MaxPositions)
+	if p := c.Placement; p != nil {
+		one := *p
+		one.Host = orElse(one.Host, "127.0.0.1")
+		if c.Placement = &one; len(one.Ranks) == 0 || !slices.IsSorted(one.Ranks) || !one.leads() && c.Shard.TP == 0 {
+			return c, fmt.Errorf("engine: Placement.Ranks is %v; it must be sorted, and begin with rank 0 where the shard is led", one.Ranks)
+		}
+	}
 	c.Shard.TP, c.Shard.PP, c.Shard.DP = orElse(c.Shard.TP, 1), orElse(c.Shard.PP, 1), orElse(c.Shard.DP, 1)
 	c.Shard.EP, c.Shard.ExpertTP = orElse(c.Shard.EP, 1), orElse(c.Shard.ExpertTP, c.Shard.TP)
 	if err := c.Checkpoint.CheckShard(c.Shard); err != nil {

@@ -15,7 +15,6 @@ type device struct {
 	decoder *model.Decoder
 	weights *model.WeightSet
 	kv      compute.KV
-	sampler sampler
 }
 
 // newDevice loads the model and gives the backend the pool's memory.
@@ -36,7 +35,6 @@ func newDevice(c Config, ranks model.Ranks, backend compute.Backend, pool []byte
 	}
 	return &device{
 		split: ranks.Part.TP > 1, backend: backend, decoder: decoder, weights: weights, kv: kv,
-		sampler: sampler{mode: c.Logprobs},
 	}, nil
 }
 
@@ -51,23 +49,6 @@ func (d *device) state() uint64 {
 		return 0
 	}
 	return digest(d.decoder.State())
-}
-
-// output samples or measures one wanted row.
-func (d *device) output(row Row, logits []float32) Output {
-	r := row.request
-	if row.Target >= 0 {
-		return d.sampler.measure(logits, row.Target, r.sampling.PromptTopLogprobs)
-	}
-	return d.sampler.sample(logits, draw{
-		params: &r.sampling, prompt: r.tokens[:r.prompt], generated: r.tokens[r.prompt:], banned: r.banned(),
-	})
-}
-
-// measure reports how likely a given token was.
-func (s *sampler) measure(logits []float32, target int32, top int) Output {
-	norm := logSumExp(logits)
-	return Output{Token: target, Logprob: logits[target] - norm, Top: s.top(logits, norm, top)}
 }
 
 func (d *device) close() error {

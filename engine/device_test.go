@@ -50,6 +50,7 @@ func generate(t *testing.T, ck *checkpoint.Checkpoint, blocks, continuation int)
 		MaxRequests: c.MaxRequests, MaxTokens: c.MaxTokens, MaxSeqLen: c.MaxSeqLen, Vocabulary: core.Vocabulary,
 		BlockSize: c.BlockSize, Blocks: blocks, Version: 1, Continuation: core.Continuation,
 	}, pool)
+	smp := sampler{mode: c.Logprobs}
 	told = make([]wire.Result, c.MaxRequests)
 	for id := range told {
 		if e := s.Submit(time.Time{}, &wire.SubmitRequest{ID: uint64(id), Prompt: ramp(20+5*id, 3+id%2), Sampling: wire.Sampling{
@@ -64,7 +65,7 @@ func generate(t *testing.T, ck *checkpoint.Checkpoint, blocks, continuation int)
 			t.Fatal("stuck")
 		}
 		outputs := make([]Output, len(plan.Rows))
-		if err := d.run(plan.Batch, func(i int, logits []float32) { outputs[i] = d.output(plan.Rows[i], logits) }); err != nil {
+		if err := d.run(plan.Batch, func(i int, logits []float32) { outputs[i] = smp.output(plan.Rows[i], logits) }); err != nil {
 			t.Fatal(err)
 		}
 		out := s.Apply(time.Time{}, plan, outputs)

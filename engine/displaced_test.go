@@ -37,7 +37,7 @@ func TestDisplacedEngineEnds(t *testing.T) {
 	defer stop()
 	var ends [2]chan error
 	for i := range ends {
-		e, err := Open(Config{Name: "twin", Checkpoint: ck, KVBytes: 16 << 20, Threads: 1})
+		e, err := Open(t.Context(), Config{Name: "twin", Checkpoint: ck, KVBytes: 16 << 20, Threads: 1})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -28,12 +28,13 @@ type Engine struct {
 	log         *slog.Logger
 	metrics     engineMetrics
 
-	ranks  []*rank
+	ranks  []member
 	unit   *unit // that computes
 	place  int   // of the engine in it
 	core   *Core
-	done   chan passed        // from the unit
-	events chan handoff.Event // from the ranks
+	done   chan passed // from the unit
+	events *mailbox    // from the ranks
+	broken chan error  // why the shard cannot go on
 
 	workers sync.WaitGroup // that read from connections
 
@@ -51,7 +52,8 @@ func newEngine(c Config) *Engine {
 		log:       c.Logger.With("engine", c.Name),
 		metrics:   c.Metrics.engine(c.Name),
 		done:      make(chan passed, 1),
-		events:    make(chan handoff.Event, eventQueue),
+		events:    newMailbox(),
+		broken:    make(chan error, 1),
 		transfers: map[uint64]int{},
 	}
 }
@@ -84,6 +86,8 @@ func (e *Engine) Run(ctx context.Context, dial Dialer) error {
 		e.log.Warn("coordinator not reachable", "error", err, "retry_in", pause)
 		select {
 		case <-ctx.Done():
+		case err := <-e.broken:
+			return err
 		case <-time.After(pause):
 		}
 		pause = min(2*pause, longestPause)
@@ -215,8 +219,10 @@ func (e *Engine) serve(ctx context.Context, inbox <-chan wire.Message, ended <-c
 			if err := e.passed(p); err != nil {
 				return fatalError{err}
 			}
-		case event := <-e.events:
-			e.happened(event)
+		case <-e.events.ready:
+			e.happened()
+		case err := <-e.broken:
+			return fatalError{err}
 		case <-poll.C:
 			e.step(Tick{})
 		case err := <-ended:
@@ -339,10 +345,12 @@ func (e *Engine) order(order handoff.Action) handoff.Event {
 	return nil
 }
 
-// happened takes in what an order came to.
-func (e *Engine) happened(event handoff.Event) {
-	e.forget(event)
-	e.step(Moved{event})
+// happened takes in what orders came to.
+func (e *Engine) happened() {
+	for _, event := range e.events.take() {
+		e.forget(event)
+		e.step(Moved{event})
+	}
 }
 
 // forget drops a transfer that has come to an end, or never began.

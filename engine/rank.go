@@ -27,8 +27,8 @@ type rank struct {
 	endpoint  transfer.Endpoint // nil on a colocated engine
 	checksums checksums         // of the pool's blocks, where handoffs are verified
 
-	events  chan<- handoff.Event // what orders come to, later
-	workers sync.WaitGroup       // of transfers and checks
+	tell    func(handoff.Event) // what an order comes to, later
+	workers sync.WaitGroup      // of transfers and checks
 	// lifetime is of transfers; ended by close.
 	lifetime context.Context
 	end      context.CancelFunc
@@ -40,9 +40,9 @@ type rank struct {
 
 // openRank loads a rank's part of the model, allocates its part of the pool and opens its end of the transfer
 // backend.
-func openRank(c Config, number int, ranks model.Ranks, events chan<- handoff.Event) (*rank, error) {
+func openRank(c Config, number int, ranks model.Ranks, tell func(handoff.Event)) (*rank, error) {
 	r := &rank{
-		config: c, number: number, holding: c.holding(ranks.Part), events: events,
+		config: c, number: number, holding: c.holding(ranks.Part), tell: tell,
 		transfers: map[uint64]transfer.Handle{},
 	}
 	r.lifetime, r.end = context.WithCancel(context.Background())
@@ -116,7 +116,6 @@ func (r *rank) memoryBytes() int64 {
 	return r.kvBytes() + int64(r.config.blocks())*r.config.checksumLayout().BlockBytes(r.holding)
 }
 
-// info is what peers have to know of the rank.
 func (r *rank) info() wire.RankInfo {
 	h := r.holding
 	info := wire.RankInfo{Rank: r.number, Layer: h.Layer, Layers: h.Layers, Head: h.Head, Heads: h.Heads}
@@ -130,8 +129,6 @@ func (r *rank) info() wire.RankInfo {
 	return info
 }
 
-// order carries out one order of the handoff. The answer, if it is known at once, is its next event; else it
-// comes through events.
 func (r *rank) order(order handoff.Action) handoff.Event {
 	switch a := order.(type) {
 	case handoff.Seal:
@@ -178,14 +175,6 @@ func (r *rank) handle(id uint64) transfer.Handle {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.transfers[id]
-}
-
-// tell passes on what an order came to. Close ends it.
-func (r *rank) tell(event handoff.Event) {
-	select {
-	case r.events <- event:
-	case <-r.lifetime.Done():
-	}
 }
 
 // started follows a transfer until it settles. It answers only when it could not start.

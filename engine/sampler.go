@@ -306,3 +306,20 @@ func logSumExpOf(logits []float32, ids []int32) float32 {
 	}
 	return float32(float64(largest) + math.Log(total))
 }
+
+// output samples or measures one wanted row.
+func (s *sampler) output(row Row, logits []float32) Output {
+	r := row.request
+	if row.Target >= 0 {
+		return s.measure(logits, row.Target, r.sampling.PromptTopLogprobs)
+	}
+	return s.sample(logits, draw{
+		params: &r.sampling, prompt: r.tokens[:r.prompt], generated: r.tokens[r.prompt:], banned: r.banned(),
+	})
+}
+
+// measure reports how likely a given token was.
+func (s *sampler) measure(logits []float32, target int32, top int) Output {
+	norm := logSumExp(logits)
+	return Output{Token: target, Logprob: logits[target] - norm, Top: s.top(logits, norm, top)}
+}

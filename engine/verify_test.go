@@ -121,7 +121,7 @@ func continued(t *testing.T, ck *checkpoint.Checkpoint, c Config, d *damage) (a 
 	var shards []*Shard
 	for _, role := range []string{wire.RolePrefill, wire.RoleDecode} {
 		c.Checkpoint, c.Role, c.Name = ck, role, role
-		e, err := Open(c)
+		e, err := Open(t.Context(), c)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -152,8 +152,8 @@ func continued(t *testing.T, ck *checkpoint.Checkpoint, c Config, d *damage) (a 
 		// The last release may find its reader just leaving; then the next looks do.
 		for deadline := time.Now().Add(5 * time.Second); e.core.Pool().Stats().InUse != 0 && time.Now().Before(deadline); {
 			select {
-			case event := <-e.events:
-				e.happened(event)
+			case <-e.events.ready:
+				e.happened()
 			case <-time.After(time.Millisecond):
 				e.step(Tick{})
 			}

@@ -2,7 +2,7 @@ package wire
 
 //go:generate go tool msgp -io=false -tests=false -file=ranks.go -o=ranks_gen.go
 
-//msgp:vartuple JoinShard ShardProcess ShardJoined RanksReady TPBroadcast StepDone StepLogits RankOrder RankEvent
+//msgp:vartuple JoinShard ShardJoined RanksReady TPBroadcast StepDone StepLogits RankOrder RankEvent
 
 // The headers of what goes between the processes of one shard. The one that has its first rank leads.
 const (
@@ -18,23 +18,16 @@ const (
 
 // JoinShard offers to run ranks of a shard.
 type JoinShard struct {
-	Ranks   []int
-	Model   string // fingerprint
-	Address string // at which the ranks of other processes reach these
-}
-
-// ShardProcess is one of the processes that run a shard.
-type ShardProcess struct {
-	Ranks   []int
-	Address string
+	Ranks []int
+	Model string // fingerprint
 }
 
 // ShardJoined ends the wait for all ranks, or refuses a process with the reason. It says how to run them: what
 // the processes must agree on is the leader's to choose.
 type ShardJoined struct {
-	Error     string
-	Processes []ShardProcess
-	Secret    []byte // that they show each other
+	Error  string
+	Mesh   string // address at which the first rank expects the others
+	Secret []byte // that they show each other
 
 	Shard         string // its spec
 	Role, Name    string
@@ -44,6 +37,7 @@ type ShardJoined struct {
 	MaxRequests   int
 	MaxTokens     int
 	MaxSeqLen     int
+	Logprobs      string
 	Transport     string
 	VerifyHandoff string
 }

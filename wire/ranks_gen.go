@@ -9,14 +9,13 @@ import (
 // MarshalMsg implements msgp.Marshaler
 func (z *JoinShard) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
-	// array header, size 3
-	o = append(o, 0x93)
+	// array header, size 2
+	o = append(o, 0x92)
 	o = msgp.AppendArrayHeader(o, uint32(len(z.Ranks)))
 	for za0001 := range z.Ranks {
 		o = msgp.AppendInt(o, z.Ranks[za0001])
 	}
 	o = msgp.AppendString(o, z.Model)
-	o = msgp.AppendString(o, z.Address)
 	return
 }
 
@@ -58,14 +57,6 @@ func (z *JoinShard) UnmarshalMsg(bts []byte) (o []byte, err error) {
 		if zb0001--; zb0001 == 0 {
 			break
 		}
-		z.Address, bts, err = msgp.ReadStringBytes(bts)
-		if err != nil {
-			err = msgp.WrapError(err, "Address")
-			return
-		}
-		if zb0001--; zb0001 == 0 {
-			break
-		}
 		for ; zb0001 > 0; zb0001-- {
 			bts, err = msgp.Skip(bts)
 			if err != nil {
@@ -80,7 +71,7 @@ func (z *JoinShard) UnmarshalMsg(bts []byte) (o []byte, err error) {
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *JoinShard) Msgsize() (s int) {
-	s = 1 + msgp.ArrayHeaderSize + (len(z.Ranks) * (msgp.IntSize)) + msgp.StringPrefixSize + len(z.Model) + msgp.StringPrefixSize + len(z.Address)
+	s = 1 + msgp.ArrayHeaderSize + (len(z.Ranks) * (msgp.IntSize)) + msgp.StringPrefixSize + len(z.Model)
 	return
 }
 
@@ -415,19 +406,10 @@ func (z *RanksReady) Msgsize() (s int) {
 // MarshalMsg implements msgp.Marshaler
 func (z *ShardJoined) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
-	// array header, size 14
-	o = append(o, 0x9e)
+	// array header, size 15
+	o = append(o, 0x9f)
 	o = msgp.AppendString(o, z.Error)
-	o = msgp.AppendArrayHeader(o, uint32(len(z.Processes)))
-	for za0001 := range z.Processes {
-		// array header, size 2
-		o = append(o, 0x92)
-		o = msgp.AppendArrayHeader(o, uint32(len(z.Processes[za0001].Ranks)))
-		for za0002 := range z.Processes[za0001].Ranks {
-			o = msgp.AppendInt(o, z.Processes[za0001].Ranks[za0002])
-		}
-		o = msgp.AppendString(o, z.Processes[za0001].Address)
-	}
+	o = msgp.AppendString(o, z.Mesh)
 	o = msgp.AppendBytes(o, z.Secret)
 	o = msgp.AppendString(o, z.Shard)
 	o = msgp.AppendString(o, z.Role)
@@ -438,6 +420,7 @@ func (z *ShardJoined) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.AppendInt(o, z.MaxRequests)
 	o = msgp.AppendInt(o, z.MaxTokens)
 	o = msgp.AppendInt(o, z.MaxSeqLen)
+	o = msgp.AppendString(o, z.Logprobs)
 	o = msgp.AppendString(o, z.Transport)
 	o = msgp.AppendString(o, z.VerifyHandoff)
 	return
@@ -460,62 +443,10 @@ func (z *ShardJoined) UnmarshalMsg(bts []byte) (o []byte, err error) {
 		if zb0001--; zb0001 == 0 {
 			break
 		}
-		var zb0002 uint32
-		zb0002, bts, err = msgp.ReadArrayHeaderBytes(bts)
+		z.Mesh, bts, err = msgp.ReadStringBytes(bts)
 		if err != nil {
-			err = msgp.WrapError(err, "Processes")
+			err = msgp.WrapError(err, "Mesh")
 			return
-		}
-		if cap(z.Processes) >= int(zb0002) {
-			z.Processes = (z.Processes)[:zb0002]
-		} else {
-			z.Processes = make([]ShardProcess, zb0002)
-		}
-		for za0001 := range z.Processes {
-			var zb0003 uint32
-			zb0003, bts, err = msgp.ReadArrayHeaderBytes(bts)
-			if err != nil {
-				err = msgp.WrapError(err, "Processes", za0001)
-				return
-			}
-			for zb0003 > 0 {
-				var zb0004 uint32
-				zb0004, bts, err = msgp.ReadArrayHeaderBytes(bts)
-				if err != nil {
-					err = msgp.WrapError(err, "Processes", za0001, "Ranks")
-					return
-				}
-				if cap(z.Processes[za0001].Ranks) >= int(zb0004) {
-					z.Processes[za0001].Ranks = (z.Processes[za0001].Ranks)[:zb0004]
-				} else {
-					z.Processes[za0001].Ranks = make([]int, zb0004)
-				}
-				for za0002 := range z.Processes[za0001].Ranks {
-					z.Processes[za0001].Ranks[za0002], bts, err = msgp.ReadIntBytes(bts)
-					if err != nil {
-						err = msgp.WrapError(err, "Processes", za0001, "Ranks", za0002)
-						return
-					}
-				}
-				if zb0003--; zb0003 == 0 {
-					break
-				}
-				z.Processes[za0001].Address, bts, err = msgp.ReadStringBytes(bts)
-				if err != nil {
-					err = msgp.WrapError(err, "Processes", za0001, "Address")
-					return
-				}
-				if zb0003--; zb0003 == 0 {
-					break
-				}
-				for ; zb0003 > 0; zb0003-- {
-					bts, err = msgp.Skip(bts)
-					if err != nil {
-						err = msgp.WrapError(err)
-						return
-					}
-				}
-			}
 		}
 		if zb0001--; zb0001 == 0 {
 			break
@@ -600,6 +531,14 @@ func (z *ShardJoined) UnmarshalMsg(bts []byte) (o []byte, err error) {
 		if zb0001--; zb0001 == 0 {
 			break
 		}
+		z.Logprobs, bts, err = msgp.ReadStringBytes(bts)
+		if err != nil {
+			err = msgp.WrapError(err, "Logprobs")
+			return
+		}
+		if zb0001--; zb0001 == 0 {
+			break
+		}
 		z.Transport, bts, err = msgp.ReadStringBytes(bts)
 		if err != nil {
 			err = msgp.WrapError(err, "Transport")
@@ -630,80 +569,7 @@ func (z *ShardJoined) UnmarshalMsg(bts []byte) (o []byte, err error) {
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *ShardJoined) Msgsize() (s int) {
-	s = 1 + msgp.StringPrefixSize + len(z.Error) + msgp.ArrayHeaderSize
-	for za0001 := range z.Processes {
-		s += 1 + msgp.ArrayHeaderSize + (len(z.Processes[za0001].Ranks) * (msgp.IntSize)) + msgp.StringPrefixSize + len(z.Processes[za0001].Address)
-	}
-	s += msgp.BytesPrefixSize + len(z.Secret) + msgp.StringPrefixSize + len(z.Shard) + msgp.StringPrefixSize + len(z.Role) + msgp.StringPrefixSize + len(z.Name) + msgp.IntSize + msgp.Int64Size + msgp.StringPrefixSize + len(z.KVDType) + msgp.IntSize + msgp.IntSize + msgp.IntSize + msgp.StringPrefixSize + len(z.Transport) + msgp.StringPrefixSize + len(z.VerifyHandoff)
-	return
-}
-
-// MarshalMsg implements msgp.Marshaler
-func (z *ShardProcess) MarshalMsg(b []byte) (o []byte, err error) {
-	o = msgp.Require(b, z.Msgsize())
-	// array header, size 2
-	o = append(o, 0x92)
-	o = msgp.AppendArrayHeader(o, uint32(len(z.Ranks)))
-	for za0001 := range z.Ranks {
-		o = msgp.AppendInt(o, z.Ranks[za0001])
-	}
-	o = msgp.AppendString(o, z.Address)
-	return
-}
-
-// UnmarshalMsg implements msgp.Unmarshaler
-func (z *ShardProcess) UnmarshalMsg(bts []byte) (o []byte, err error) {
-	var zb0001 uint32
-	zb0001, bts, err = msgp.ReadArrayHeaderBytes(bts)
-	if err != nil {
-		err = msgp.WrapError(err)
-		return
-	}
-	for zb0001 > 0 {
-		var zb0002 uint32
-		zb0002, bts, err = msgp.ReadArrayHeaderBytes(bts)
-		if err != nil {
-			err = msgp.WrapError(err, "Ranks")
-			return
-		}
-		if cap(z.Ranks) >= int(zb0002) {
-			z.Ranks = (z.Ranks)[:zb0002]
-		} else {
-			z.Ranks = make([]int, zb0002)
-		}
-		for za0001 := range z.Ranks {
-			z.Ranks[za0001], bts, err = msgp.ReadIntBytes(bts)
-			if err != nil {
-				err = msgp.WrapError(err, "Ranks", za0001)
-				return
-			}
-		}
-		if zb0001--; zb0001 == 0 {
-			break
-		}
-		z.Address, bts, err = msgp.ReadStringBytes(bts)
-		if err != nil {
-			err = msgp.WrapError(err, "Address")
-			return
-		}
-		if zb0001--; zb0001 == 0 {
-			break
-		}
-		for ; zb0001 > 0; zb0001-- {
-			bts, err = msgp.Skip(bts)
-			if err != nil {
-				err = msgp.WrapError(err)
-				return
-			}
-		}
-	}
-	o = bts
-	return
-}
-
-// Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
-func (z *ShardProcess) Msgsize() (s int) {
-	s = 1 + msgp.ArrayHeaderSize + (len(z.Ranks) * (msgp.IntSize)) + msgp.StringPrefixSize + len(z.Address)
+	s = 1 + msgp.StringPrefixSize + len(z.Error) + msgp.StringPrefixSize + len(z.Mesh) + msgp.BytesPrefixSize + len(z.Secret) + msgp.StringPrefixSize + len(z.Shard) + msgp.StringPrefixSize + len(z.Role) + msgp.StringPrefixSize + len(z.Name) + msgp.IntSize + msgp.Int64Size + msgp.StringPrefixSize + len(z.KVDType) + msgp.IntSize + msgp.IntSize + msgp.IntSize + msgp.StringPrefixSize + len(z.Logprobs) + msgp.StringPrefixSize + len(z.Transport) + msgp.StringPrefixSize + len(z.VerifyHandoff)
 	return
 }
 

@@ -100,7 +100,7 @@ func checkShards(ck *checkpoint.Checkpoint, shards []layout.Shard) error {
 }
 
 // engines opens every shard's engines, one a data-parallel group.
-func engines(shards []layout.Shard, base engine.Config) (list []*engine.Shard, err error) {
+func engines(ctx context.Context, shards []layout.Shard, base engine.Config) (list []*engine.Shard, err error) {
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, closeAll(list))
@@ -117,7 +117,7 @@ func engines(shards []layout.Shard, base engine.Config) (list []*engine.Shard, e
 		if s.DP == 1 {
 			c.Name += "_dp0"
 		}
-		shard, err := engine.Open(c)
+		shard, err := engine.Open(ctx, c)
 		if err != nil {
 			return list, fmt.Errorf("--shards: shard %d: %w", i, err)
 		}

@@ -77,21 +77,22 @@ type engineCmd struct {
 	engineFlags
 	tlsFlags
 	peerFlags
+	rankFlags
 	Role         string `enum:"prefill,decode,both" default:"both" help:"What the engine does: ${enum}."`
 	Coordinator  string `default:"127.0.0.1:7000" placeholder:"ADDR" help:"Address of the coordinator. Default: ${default}."`
 	Name         string `placeholder:"NAME" help:"Name of the engine, unique at its coordinator. Default: the role and a random number."`
-	Shard        string `default:"tp=1" placeholder:"SPEC" help:"How ranks split the model, as in \"tp=2,pp=2,dp=2\"; each of the dp groups is an engine. Experts are spread by ep and expt_tp."`
-	TransferHost string `default:"127.0.0.1" placeholder:"HOST" help:"Address at which other hosts reach this one's KV (tcp, tcp-push)."`
+	TransferHost string `default:"127.0.0.1" placeholder:"HOST" help:"Address at which other hosts reach this one's KV (tcp, tcp-push) and ranks."`
 	Metrics      string `placeholder:"ADDR" help:"Also serve /metrics at this address."`
 }
 
 func (c *engineCmd) Run(env *environment) error {
-	shards, err := layout.ParseShards(c.Shard)
+	shape, err := c.shape()
 	if err != nil {
-		return fmt.Errorf("--shard: %w", err)
+		return err
 	}
-	if len(shards) != 1 || shards[0].Role != "" || shards[0].Ranks() > maxRanks {
-		return fmt.Errorf("--shard %q: it must be one shard of at most %d ranks (tp·pp·dp); its role is --role", c.Shard, maxRanks)
+	placement, err := c.placement(shape.Ranks())
+	if err != nil {
+		return err
 	}
 	sec, err := c.secure("engine", env.log)
 	if err != nil {
@@ -114,8 +115,21 @@ func (c *engineCmd) Run(env *environment) error {
 	base := c.config(c.modelFlags, model.Checkpoint)
 	base.Logger, base.Metrics, base.TransferHost = env.log, engine.NewMetrics(reg), c.TransferHost
 	base.TransferTLS = sec.id
-	base.Role, base.Name, base.Shard = c.Role, c.engineName(), shards[0]
-	shard, err := engine.Open(base)
+	base.Role, base.Name, base.Shard, base.Placement = c.Role, c.engineName(), shape, placement
+	if placement != nil {
+		if err := sec.reach("--leader", c.Leader); err != nil {
+			return err
+		}
+		if err := sec.transfer("--transfer-host", c.TransferHost); err != nil {
+			return err
+		}
+		placement.Host, placement.Dial, placement.Accept = c.TransferHost, sec.client(), sec.server()
+		if placement.Ranks[0] != 0 {
+			env.started()
+			return engine.Follow(env.ctx, base)
+		}
+	}
+	shard, err := engine.Open(env.ctx, base)
 	if err != nil {
 		return err
 	}

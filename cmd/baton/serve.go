@@ -63,7 +63,7 @@ func (c *serveCmd) Run(env *environment) error {
 	reg.MustRegister(hub.Collector())
 	base := c.engineFlags.config(c.modelFlags, model.Checkpoint)
 	base.Logger, base.Metrics = env.log, engine.NewMetrics(reg)
-	list, err := engines(shards, base)
+	list, err := engines(env.ctx, shards, base)
 	if err != nil {
 		return err
 	}
