@@ -6,7 +6,7 @@ type EventKind uint8
 // The kinds of events.
 const (
 	Stored  EventKind = iota + 1 // a block was written and can be matched
-	Removed                      // it was evicted
+	Removed                      // it was evicted, or forgotten
 	Cleared                      // all were forgotten
 )
 

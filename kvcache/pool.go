@@ -1,8 +1,10 @@
 package kvcache
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
+	"slices"
 )
 
 // MaxSlots is the largest pool in tokens: slots are int32.
@@ -190,7 +192,12 @@ func (p *Pool) take() int32 {
 }
 
 func (p *Pool) evict() {
-	id := p.leaves.min()
+	p.unregister(p.leaves.min())
+	p.evicted++
+}
+
+// unregister makes a registered block without children unfindable, and free if nobody uses it.
+func (p *Pool) unregister(id int32) {
 	b := &p.blocks[id]
 	key := b.key
 	p.leaves.remove(p, id)
@@ -203,10 +210,57 @@ func (p *Pool) evict() {
 		}
 	}
 	b.registered, b.key, b.parent = false, Key{}, none
-	p.cached--
-	p.evicted++
-	p.free = append(p.free, id)
+	if b.refs == 0 {
+		p.cached--
+		p.free = append(p.free, id)
+	}
 	p.emit(Event{Kind: Removed, Key: key})
+}
+
+// Forget makes nobody match these blocks any more, nor what is cached behind them: they do not hold what they
+// should. Those in use stay with their tables and pins. It returns how many were forgotten.
+func (p *Pool) Forget(blocks []int32) int {
+	doomed := p.behind(blocks)
+	for _, id := range doomed {
+		p.unregister(id)
+	}
+	return len(doomed)
+}
+
+// behind lists the registered ones among blocks and all whose prefix includes one of them, children before
+// their parents.
+func (p *Pool) behind(blocks []int32) []int32 {
+	type place struct {
+		depth  int // from 1 on; 0: not known yet
+		doomed bool
+	}
+	places := make([]place, len(p.blocks))
+	for _, id := range blocks {
+		places[id].doomed = true
+	}
+	var list, path []int32
+	for id := range p.blocks {
+		path = path[:0]
+		up := int32(id)
+		for ; up != none && p.blocks[up].registered && places[up].depth == 0; up = p.blocks[up].parent {
+			path = append(path, up)
+		}
+		var above place
+		if up != none {
+			above = places[up]
+		}
+		for _, below := range slices.Backward(path) {
+			above = place{above.depth + 1, above.doomed || places[below].doomed}
+			places[below] = above
+			if above.doomed {
+				list = append(list, below)
+			}
+		}
+	}
+	slices.SortFunc(list, func(a, b int32) int {
+		return cmp.Or(cmp.Compare(places[b].depth, places[a].depth), cmp.Compare(a, b))
+	})
+	return list
 }
 
 func (p *Pool) retain(id int32) {

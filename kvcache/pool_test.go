@@ -591,6 +591,50 @@ func TestClear(t *testing.T) {
 	check(t, p)
 }
 
+// A damaged block goes with what is cached behind it; what only shares the prefix before it stays, and so does
+// whoever uses it.
+func TestForget(t *testing.T) {
+	p := newPool(t, 16, 4)
+	long := sequence(16)
+	serve(t, p, long).Close()
+	fork := append(slices.Clone(long[:8]), 90, 91, 92, 93)
+	serve(t, p, fork).Close()
+	running := open(t, p, OpenRequest{Prompt: long, Capacity: 24, WholePrompt: true})
+	damaged := slices.Clone(running.Blocks()[2:3])
+	p.DrainEvents(nil)
+	if n := p.Forget(damaged); n != 2 {
+		t.Errorf("%d blocks are forgotten, want the third and the fourth", n)
+	}
+	check(t, p)
+	chain := Chain(Digest{}, 4, long)
+	events := p.DrainEvents(nil)
+	if len(events) != 2 || events[0].Kind != Removed || events[0].Key.Digest != chain[3] || events[1].Key.Digest != chain[2] {
+		t.Errorf("events %+v", events)
+	}
+	for _, c := range []struct {
+		prompt []int32
+		cached int
+	}{{long, 8}, {fork, 12}} {
+		again := open(t, p, OpenRequest{Prompt: c.prompt, WholePrompt: true})
+		if got := again.Cached(); got != c.cached {
+			t.Errorf("%v: %d tokens are cached, want %d", c.prompt, got, c.cached)
+		}
+		again.Close()
+	}
+	if err := running.EnsureTokens(24); err != nil {
+		t.Fatal(err)
+	}
+	running.Commit(sequence(24)[16:]) // not findable: its prefix is not
+	running.Close()
+	check(t, p)
+	if n := p.Forget(damaged); n != 0 {
+		t.Errorf("%d blocks are forgotten twice", n)
+	}
+	if s := p.Stats(); s.InUse != 0 || s.Cached != 3 {
+		t.Errorf("at the end %+v", s)
+	}
+}
+
 func TestEvents(t *testing.T) {
 	p := newPool(t, 2, 4)
 	prompt := sequence(8)

@@ -123,6 +123,7 @@ func TestRandomOperations(t *testing.T) {
 			"unpin":  w.unpin,
 			"tick":   func(*rapid.T) { p.Tick() },
 			"clear":  func(t *rapid.T) { w.rarely(t); p.Clear() },
+			"forget": w.forget,
 			"events": w.events,
 		})
 		for len(w.tables) > 0 {
@@ -308,6 +309,29 @@ func (w *world) naive(wants []Want, n int) (need, have int) {
 		}
 	}
 	return need, have - len(kept)
+}
+
+// forget takes blocks for damaged: neither they nor what is behind them may be matched, all others can be.
+func (w *world) forget(t *rapid.T) {
+	w.rarely(t)
+	ids := rapid.SliceOfN(rapid.Int32Range(0, int32(w.p.Stats().Total-1)), 1, 3).Draw(t, "damaged")
+	doomed := map[Key]bool{}
+	for id := range w.p.blocks {
+		for up := int32(id); up != none && w.p.blocks[up].registered; up = w.p.blocks[up].parent {
+			if slices.Contains(ids, up) {
+				doomed[w.p.blocks[id].key] = true
+			}
+		}
+	}
+	before := len(w.p.byKey)
+	if n := w.p.Forget(ids); n != len(doomed) || len(w.p.byKey) != before-n {
+		t.Fatalf("%d forgotten of %d findable; %d were to be", n, before, len(doomed))
+	}
+	for key := range doomed {
+		if _, found := w.p.byKey[key]; found {
+			t.Fatalf("%v can still be found", key)
+		}
+	}
 }
 
 func (w *world) close(t *rapid.T) { w.remove(w.pick(t)).table.Close() }
