@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"runtime"
 	"slices"
+	"time"
 
 	"baton/checkpoint"
 	"baton/compute"
@@ -62,6 +63,9 @@ type Config struct {
 	// VerifyHandoff says which blocks' checksums are compared after a handoff. All engines of a coordinator must
 	// agree. Default handoff.VerifyOff; colocated engines hand nothing over.
 	VerifyHandoff handoff.Verification
+	// ExportLease is how long a prompt's KV waits for a decode engine, beginning anew whenever one says that it is
+	// there. Default: for ever; a coordinator always says when an export is needed no more.
+	ExportLease time.Duration
 	// Logprobs says which distribution is reported. Default LogprobsRaw.
 	Logprobs LogprobsMode
 
@@ -146,6 +150,8 @@ func (c Config) validate() error {
 		return fmt.Errorf("engine: %d threads; at least 1 is needed", c.Threads)
 	case c.Logprobs != LogprobsRaw && c.Logprobs != LogprobsProcessed:
 		return fmt.Errorf("engine: logprobs mode %q; it must be raw or processed", c.Logprobs)
+	case c.ExportLease < 0:
+		return fmt.Errorf("engine: an export lease of %v; it must be positive (--export-lease)", c.ExportLease)
 	case c.blocks() < 1:
 		return fmt.Errorf("engine: %d bytes of KV memory hold no block of %d tokens (%d bytes); raise --kv-memory", c.KVBytes, c.BlockSize, c.blockBytes())
 	}
@@ -218,6 +224,7 @@ func (c Config) core() CoreConfig {
 		Name: c.Name, Role: c.Role, MaxRequests: c.MaxRequests, MaxTokens: c.MaxTokens, MaxSeqLen: c.MaxSeqLen,
 		Vocabulary: spec.VocabSize, EOS: spec.EOS, BlockSize: c.BlockSize, Blocks: c.blocks(), Version: weightVersion,
 		Continuation: max(c.Continuation, 0), Geometry: c.layout(), Holdings: c.holdings(), ChecksumTile: compute.Tile,
+		ExportLease: c.ExportLease,
 	}
 }
 

@@ -63,6 +63,8 @@ type CoreConfig struct {
 	Push bool
 	// Timeout bounds a transfer; 0 is handoff.DefaultTimeout.
 	Timeout time.Duration
+	// ExportLease is how long an export waits for its reader, from its offer and from each RenewKV; 0: for ever.
+	ExportLease time.Duration
 	// Secret is random; the capabilities of exports are derived from it.
 	Secret []byte
 }
@@ -231,6 +233,8 @@ func (c *Core) received(now time.Time, m wire.Message) {
 		c.step(now, handoff.Push{Message: m, Template: t.blocks, Checksums: t.checksums})
 	case *wire.ReleaseKV:
 		c.step(now, handoff.Release{ID: m.ID, Handoff: m.Handoff})
+	case *wire.RenewKV:
+		c.step(now, handoff.Renew{ID: m.ID, Handoff: m.Handoff})
 	case *wire.AbortRequest:
 		c.abort(now, m.ID)
 	case *wire.Pause:

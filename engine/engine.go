@@ -58,6 +58,9 @@ func newEngine(c Config) *Engine {
 	}
 }
 
+// Name is how the engine registers.
+func (e *Engine) Name() string { return e.config.Name }
+
 // Dialer connects to the coordinator: hello has been sent and acknowledged when it returns.
 type Dialer func(ctx context.Context, hello wire.Connect) (*wire.Conn, error)
 

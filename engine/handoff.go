@@ -32,7 +32,7 @@ func (c *Core) step(now time.Time, event handoff.Event) {
 // export retains a prompt whose first token is sampled. Its reply waits until the blocks can be read.
 func (c *Core) export(now time.Time, p Prefilled) {
 	c.offers[p.ID] = p.Result
-	c.step(now, handoff.Retain{ID: p.ID, Table: p.Table, Tokens: p.Tokens, Capability: c.capability()})
+	c.step(now, handoff.Retain{ID: p.ID, Table: p.Table, Tokens: p.Tokens, Capability: c.capability(), Lease: c.config.ExportLease})
 }
 
 // offer sends the reply that ends a prefill leg.

@@ -17,7 +17,9 @@ type Retain struct {
 	Table      *kvcache.Table
 	Tokens     int    // whose KV the export offers; at most Table.Len()
 	Capability []byte // shown by whoever reads; drawn at random by the engine
-	// Lease bounds how long an export waits for its Release; 0: for ever.
+	// Lease bounds how long an export waits, from its offer and from each Renew, for its Release; 0: for ever. It does
+	// not end while a push is under way. Then the export is released, and the other side told so by a RequestError with
+	// wire.CodeGone: nobody reads it any more, and its blocks are free once nobody does.
 	Lease time.Duration
 }
 
@@ -45,6 +47,9 @@ type Push struct {
 // Release ends an export: its reader is done, or will never come. Unknown ones are ignored, so it may be
 // repeated.
 type Release struct{ ID, Handoff uint64 }
+
+// Renew begins an export's lease anew. Unknown ones are ignored.
+type Renew struct{ ID, Handoff uint64 }
 
 // Revoked answers one Revoke.
 type Revoked struct {
@@ -107,6 +112,7 @@ func (Sealed) event()   {}
 func (Opened) event()   {}
 func (Push) event()     {}
 func (Release) event()  {}
+func (Renew) event()    {}
 func (Revoked) event()  {}
 func (Import) event()   {}
 func (Expected) event() {}

@@ -17,7 +17,8 @@ type export struct {
 	pin         *kvcache.Pin
 	tokens      int
 	capability  []byte
-	expires     time.Time // zero: never
+	lease       time.Duration // 0: for ever
+	expires     time.Time     // zero: not yet offered, or never
 
 	sealing   int    // ranks that have not answered Seal
 	opening   int    // ranks that have not answered OpenExport
@@ -39,12 +40,9 @@ func (c *Core) retain(e Retain) {
 	c.lastHandoff++
 	x := &export{
 		handoff: c.lastHandoff, id: e.ID, pin: e.Table.Pin(c.pool.BlocksFor(e.Tokens)), tokens: e.Tokens,
-		capability: e.Capability,
+		capability: e.Capability, lease: e.Lease,
 	}
 	e.Table.Close()
-	if e.Lease > 0 {
-		x.expires = c.now.Add(e.Lease)
-	}
 	c.exports = append(c.exports, x)
 	if c.verifies() {
 		c.seal(x)
@@ -104,6 +102,7 @@ func (c *Core) offer(x *export) {
 	}
 	c.stats.Exported++
 	c.act(Offer{ID: x.id, Export: &wire.Export{
+	c.extend(x)
 		Handoff: x.handoff, Capability: x.capability, Blocks: slices.Clone(x.pin.Blocks()), Tokens: x.tokens,
 		Generations: generations,
 	}})
@@ -240,15 +239,31 @@ func (c *Core) released(e Release) {
 }
 
 // release revokes an export. Its blocks are free once every rank says that nothing reads them, and every
+func (c *Core) renew(e Renew) {
+	if x := c.export(e.Handoff); x != nil && x.id == e.ID && !x.expires.IsZero() {
+		c.extend(x)
+	}
+}
+
+// extend begins an export's lease.
+func (c *Core) extend(x *export) {
+	if x.lease > 0 {
+		x.expires = c.now.Add(x.lease)
+	}
+}
+
+// expire ends an export that nobody came for.
+func (c *Core) expire(x *export) {
+	c.fail(x.id, wire.CodeGone, true, "its KV was held for %v, and nobody has read it", x.lease)
+	c.release(x)
+}
+
 // seal and push has come to an end.
 func (c *Core) release(x *export) {
 	if x.releasing {
 		return
 	}
 	x.releasing = true
-	if len(x.pushes) > 0 {
-		c.keep(x)
-	}
 	for rank := range x.readable {
 		c.act(Revoke{Handoff: x.handoff, Rank: rank})
 	}
@@ -324,10 +339,12 @@ func (c *Core) pollExports() {
 				}
 			}
 		case !x.expires.IsZero() && !c.now.Before(x.expires):
-			c.release(x)
+			c.expire(x)
 		}
 	}
 }
+		case len(x.pushes) > 0:
+			c.extend(x)
 
 // fail ends a request with an error.
 func (c *Core) fail(id uint64, code string, sourceSafe bool, format string, args ...any) {

@@ -144,6 +144,8 @@ func (c *Core) Step(now time.Time, event Event) []Action {
 	case Release:
 		c.released(e)
 	case Revoked:
+	case Renew:
+		c.renew(e)
 		c.revoked(e)
 	case Import:
 		c.submit(e)

@@ -130,6 +130,8 @@ func (s *script) command(e *side, name string, a args) string {
 			handoff = x.Handoff
 		}
 		return s.step(e, Release{ID: id, Handoff: handoff})
+	case "renew":
+		return s.step(e, Renew{ID: id, Handoff: uint64(a.int("handoff", 1))})
 	case "revoked":
 		return s.step(e, Revoked{Handoff: uint64(a.int("handoff", 1)), Rank: a.int("rank", 0), Quiesced: !a.has("busy")})
 	case "import":
