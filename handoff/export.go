@@ -101,8 +101,8 @@ func (c *Core) offer(x *export) {
 		generations[i] = int32(g)
 	}
 	c.stats.Exported++
-	c.act(Offer{ID: x.id, Export: &wire.Export{
 	c.extend(x)
+	c.act(Offer{ID: x.id, Export: &wire.Export{
 		Handoff: x.handoff, Capability: x.capability, Blocks: slices.Clone(x.pin.Blocks()), Tokens: x.tokens,
 		Generations: generations,
 	}})
@@ -238,7 +238,6 @@ func (c *Core) released(e Release) {
 	}
 }
 
-// release revokes an export. Its blocks are free once every rank says that nothing reads them, and every
 func (c *Core) renew(e Renew) {
 	if x := c.export(e.Handoff); x != nil && x.id == e.ID && !x.expires.IsZero() {
 		c.extend(x)
@@ -258,12 +257,16 @@ func (c *Core) expire(x *export) {
 	c.release(x)
 }
 
+// release revokes an export. Its blocks are free once every rank says that nothing reads them, and every
 // seal and push has come to an end.
 func (c *Core) release(x *export) {
 	if x.releasing {
 		return
 	}
 	x.releasing = true
+	if len(x.pushes) > 0 {
+		c.keep(x)
+	}
 	for rank := range x.readable {
 		c.act(Revoke{Handoff: x.handoff, Rank: rank})
 	}
@@ -338,13 +341,13 @@ func (c *Core) pollExports() {
 					c.act(Revoke{Handoff: x.handoff, Rank: rank})
 				}
 			}
+		case len(x.pushes) > 0:
+			c.extend(x)
 		case !x.expires.IsZero() && !c.now.Before(x.expires):
 			c.expire(x)
 		}
 	}
 }
-		case len(x.pushes) > 0:
-			c.extend(x)
 
 // fail ends a request with an error.
 func (c *Core) fail(id uint64, code string, sourceSafe bool, format string, args ...any) {
@@ -359,6 +362,6 @@ func (c *Core) failPush(id, reader uint64, code, format string, args ...any) {
 func (c *Core) report(m *wire.RequestError, format string, args ...any) {
 	c.stats.Failed++
 	m.Message = fmt.Sprintf("request %d: "+format, append([]any{m.ID}, args...)...)
-	m.Retryable = m.Code == wire.CodeUnavailable || m.Code == wire.CodeCorrupt
+	m.Retryable = m.Code == wire.CodeUnavailable || m.Code == wire.CodeCorrupt || m.Code == wire.CodeGone
 	c.act(Send{m})
 }

@@ -143,9 +143,9 @@ func (c *Core) Step(now time.Time, event Event) []Action {
 		c.push(e)
 	case Release:
 		c.released(e)
-	case Revoked:
 	case Renew:
 		c.renew(e)
+	case Revoked:
 		c.revoked(e)
 	case Import:
 		c.submit(e)
