@@ -85,7 +85,7 @@ func (w *World) Size() int { return w.p.size }
 // It does not wait for the others. Called again it returns the same membership.
 func (w *World) Group(name string, ranks []int) (Group, error) {
 	p := w.p
-	if err := p.failed(); err != nil {
+	if err := p.usable(w.rank); err != nil {
 		return nil, err
 	}
 	if err := checkGroup(name, ranks, p.size); err != nil {

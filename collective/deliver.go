@@ -111,7 +111,7 @@ func (l *link) message(r io.Reader, h header) error {
 }
 
 // readStep is how many floats are made room for before any have come; further room comes as they do.
-const readStep = 4 << 20
+const readStep = 1 << 20
 
 // readFloats reads n floats into memory from the pool.
 func readFloats(r io.Reader, n int) (*[]float32, error) {

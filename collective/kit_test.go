@@ -68,13 +68,6 @@ func values(m compute.Mat) []uint32 {
 	return v
 }
 
-func clone(r *rand.Rand, m compute.Mat) compute.Mat {
-	c, i := zeros(r, m.Rows, m.Cols), 0
-	v := values(m)
-	each(c, func(p *float32) { *p = math.Float32frombits(v[i]); i++ })
-	return c
-}
-
 func newRand(seed int) *rand.Rand { return rand.New(rand.NewPCG(uint64(seed), 7)) }
 
 // patience is how long a test waits for what must happen.

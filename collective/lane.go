@@ -225,7 +225,7 @@ func (m *member) Recv(from int, mat compute.Mat) error {
 
 // partner checks the arguments of Send and Recv.
 func (m *member) partner(name string, other int, mat compute.Mat) (view, error) {
-	if err := m.usable(); err != nil {
+	if err := m.p.usable(m.self.rank); err != nil {
 		return view{}, err
 	}
 	v, problem := see(mat)

@@ -23,8 +23,8 @@ type link struct {
 	ranks   []int // of the other process
 	silence time.Duration
 
-	writing sync.Mutex // held for a frame; guards what follows
-	torn    bool       // a frame was cut short: nothing can follow it
+	writing chan struct{} // has a token while somebody writes a frame; guards what follows
+	torn    bool          // a frame was cut short: nothing can follow it
 	known   map[uint32]bool
 	scratch []byte
 
@@ -42,7 +42,7 @@ const lastWords = 500 * time.Millisecond
 
 // newLink adds the connection to a process. start lets it work.
 func newLink(p *process, conn net.Conn, addr string, ranks []int, silence time.Duration) *link {
-	l := &link{p: p, conn: conn, addr: addr, ranks: ranks, silence: silence, known: map[uint32]bool{}, theirs: map[uint32]*group{}, over: make(chan struct{})}
+	l := &link{p: p, conn: conn, addr: addr, ranks: ranks, silence: silence, writing: make(chan struct{}, 1), known: map[uint32]bool{}, theirs: map[uint32]*group{}, over: make(chan struct{})}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.links = append(p.links, l)
@@ -56,6 +56,11 @@ func (l *link) start() {
 	l.gone.Go(l.read)
 	l.gone.Go(l.live)
 }
+
+// lock waits until nobody writes; who holds it owns the stream of frames.
+func (l *link) lock() { l.writing <- struct{}{} }
+
+func (l *link) unlock() { <-l.writing }
 
 // interrupt ends what the link is doing because the world has ended; process.mu is held. The reader leaves
 // at once; a write under way may come to its end.
@@ -81,11 +86,12 @@ func (l *link) live() {
 			return
 		case <-tick.C:
 			reports := l.p.reports()
-			if !l.writing.TryLock() {
-				continue // a frame under way says as much
+			select {
+			case l.writing <- struct{}{}:
+				_ = l.body(header{kind: frameBeat}, beatBody(nil, reports)) // the reader finds out
+				l.unlock()
+			default: // a frame under way says as much
 			}
-			_ = l.body(header{kind: frameBeat}, beatBody(nil, reports)) // the reader will find out
-			l.writing.Unlock()
 		}
 	}
 }
@@ -96,15 +102,15 @@ const beatEvery = 250 * time.Millisecond
 func (l *link) confess() {
 	f := l.p.failure.Load()
 	reason := f.Err.Error()
-	l.writing.Lock()
-	defer l.writing.Unlock()
+	l.lock()
+	defer l.unlock()
 	_ = l.body(header{kind: frameFailed, from: f.Rank}, []byte(reason[:min(len(reason), maxReason)]))
 }
 
 // bye says that a rank here has closed.
 func (l *link) bye(rank int) {
-	l.writing.Lock()
-	defer l.writing.Unlock()
+	l.lock()
+	defer l.unlock()
 	_ = l.body(header{kind: frameClosed, from: rank}, nil) // if it fails, the reader ends the world
 }
 
@@ -113,22 +119,22 @@ func (l *link) finish() {
 	// The other process ends the connection when it has read everything. Closed earlier, it might lose some.
 	late := time.AfterFunc(lastWords, func() { l.conn.Close() })
 	defer late.Stop()
-	l.writing.Lock()
+	l.lock()
 	if half, ok := l.conn.(interface{ CloseWrite() error }); ok {
 		_ = half.CloseWrite() // the timer or the other process will do
 	}
-	l.writing.Unlock()
+	l.unlock()
 	l.gone.Wait()
 }
 
-// body writes a frame with a small body; l.writing is held.
+// body writes a frame with a small body; the caller holds the lock.
 func (l *link) body(h header, body []byte) error {
 	h.rows = len(body)
 	l.scratch = append(appendHeader(l.scratch[:0], h), body...)
 	return l.write(l.scratch)
 }
 
-// write writes part of a frame; l.writing is held.
+// write writes part of a frame; the caller holds the lock.
 func (l *link) write(b []byte) error {
 	if l.torn {
 		return net.ErrClosed
@@ -172,8 +178,8 @@ func (p *process) announce(g *group) error {
 }
 
 func (l *link) announce(g *group) error {
-	l.writing.Lock()
-	defer l.writing.Unlock()
+	l.lock()
+	defer l.unlock()
 	if l.known[g.number] {
 		return nil
 	}
@@ -183,9 +189,9 @@ func (l *link) announce(g *group) error {
 
 // sendTaken tells the sender of a lane how many messages have been taken.
 func (l *link) sendTaken(g *group, k laneKey, taken uint64) error {
-	l.writing.Lock()
+	l.lock()
 	err := l.body(header{kind: frameTaken, direct: k.direct, group: g.number, from: k.to, to: k.from, taken: taken}, nil)
-	l.writing.Unlock()
+	l.unlock()
 	return l.check(err)
 }
 
@@ -195,9 +201,9 @@ func (l *link) sendData(g *group, k laneKey, c call, taken uint64, v view) error
 		kind: frameData, op: c.op, direct: k.direct, group: g.number, from: k.from, to: k.to, root: c.root, seq: c.seq,
 		taken: taken, rows: v.rows, cols: v.cols,
 	}
-	l.writing.Lock()
+	l.lock()
 	err := l.data(h, v)
-	l.writing.Unlock()
+	l.unlock()
 	return l.check(err)
 }
 
@@ -254,7 +260,10 @@ func (l *link) read() {
 		if err == io.EOF || errors.Is(err, io.ErrUnexpectedEOF) {
 			err = errors.New("the connection ended")
 		}
-		l.p.end(l.ranks[0], &LostError{l.ranks, l.addr, err})
+		lost := &LostError{l.ranks, l.addr, err}
+		if l.p.end(l.ranks[0], lost).(*FailedError).Err == error(lost) && !errors.Is(err, errFrame) {
+			l.conn.Close() // nothing can be said here any more, and somebody may be stuck trying
+		}
 		return
 	}
 }
@@ -283,7 +292,7 @@ type watched struct {
 
 func (w *watched) Read(b []byte) (int, error) {
 	if now := time.Now(); w.deadline.Sub(now) < w.silence*7/8 {
-		w.deadline = now.Add(w.silence)
+		w.deadline = now.Add(w.silence - lastLook)
 		if err := w.until(w.deadline); err != nil {
 			return 0, err
 		}
@@ -291,7 +300,7 @@ func (w *watched) Read(b []byte) (int, error) {
 	n, err := w.conn.Read(b)
 	if errors.Is(err, os.ErrDeadlineExceeded) && w.writeErr.Load() == nil {
 		// It may be this process that was stopped: then what the other said meanwhile is there to be read.
-		w.deadline = time.Now().Add(time.Millisecond)
+		w.deadline = time.Now().Add(lastLook)
 		if err := w.until(w.deadline); err != nil {
 			return 0, err
 		}
@@ -301,6 +310,9 @@ func (w *watched) Read(b []byte) (int, error) {
 	}
 	return n, err
 }
+
+// lastLook is the end of a silence, in which a process that was stopped itself finds what it has missed.
+const lastLook = time.Millisecond
 
 // until sets the deadline, unless the world has ended. Whoever ends it sets one too, later than that.
 func (w *watched) until(t time.Time) error {

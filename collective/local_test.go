@@ -34,21 +34,12 @@ func TestAllReduceIsTheBinaryTree(t *testing.T) {
 
 // tree adds matrices in the order that is promised.
 func tree(parts []compute.Mat) []uint32 {
-	var out []uint32
-	n := parts[0].Rows * parts[0].Cols
-	all := make([][]uint32, len(parts))
-	for i := range parts {
-		all[i] = values(parts[i])
+	if len(parts) == 1 {
+		return values(parts[0])
 	}
-	for i := range n {
-		var add func(p [][]uint32) float32
-		add = func(p [][]uint32) float32 {
-			if len(p) == 1 {
-				return math.Float32frombits(p[0][i])
-			}
-			return add(p[:len(p)/2]) + add(p[len(p)/2:])
-		}
-		out = append(out, math.Float32bits(add(all)))
+	a, b := tree(parts[:len(parts)/2]), tree(parts[len(parts)/2:])
+	for i := range a {
+		a[i] = math.Float32bits(math.Float32frombits(a[i]) + math.Float32frombits(b[i]))
 	}
-	return out
+	return a
 }

@@ -80,3 +80,18 @@ func TestMesh(t *testing.T) {
 		})
 	}
 }
+
+// piped makes two processes of a rank each, connected without a network. Without both, the second one is as if stopped:
+// it neither reads nor writes.
+func piped(tb testing.TB, silence time.Duration, both bool) []*World {
+	a, b := net.Pipe()
+	tb.Cleanup(func() { b.Close() })
+	p, q := newProcess(2, []int{0}), newProcess(2, []int{1})
+	newLink(p, a, "q", []int{1}, silence).start()
+	ws := p.worlds()
+	if both {
+		newLink(q, b, "p", []int{0}, silence).start()
+		ws = append(ws, q.worlds()...)
+	}
+	return ws
+}

@@ -66,8 +66,19 @@ func (p *process) failed() error {
 	return nil
 }
 
-// end ends the world because of err, found by rank. It returns why the world has ended, which is an
-// earlier failure if there was one.
+// usable fails when the world has ended, or a rank's part in it.
+func (p *process) usable(rank int) error {
+	if err := p.failed(); err != nil {
+		return err
+	}
+	if p.ranks[rank].closed.Load() {
+		return &FailedError{rank, ErrClosed}
+	}
+	return nil
+}
+
+// end ends the world because of err, found by rank. It returns why the world has ended, a *FailedError,
+// which is an earlier one if there was one.
 func (p *process) end(rank int, err error) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -227,7 +238,7 @@ func (m *member) Size() int { return len(m.ranks) }
 // begin starts a collective operation.
 func (m *member) begin(o op, root int) (call, error) {
 	c := call{op: o, root: root, seq: m.next}
-	if err := m.usable(); err != nil {
+	if err := m.p.usable(m.self.rank); err != nil {
 		return c, err
 	}
 	if root < 0 || root >= len(m.ranks) {
@@ -235,17 +246,6 @@ func (m *member) begin(o op, root int) (call, error) {
 	}
 	m.next++
 	return c, nil
-}
-
-// usable fails when the world has ended, or this rank's part in it.
-func (m *member) usable() error {
-	if err := m.p.failed(); err != nil {
-		return err
-	}
-	if m.self.closed.Load() {
-		return &FailedError{m.self.rank, ErrClosed}
-	}
-	return nil
 }
 
 // reject ends the world because an operation cannot be done: the others would wait for it.
