@@ -176,7 +176,7 @@ type StartPull struct {
 	Copies     []layout.Copy
 }
 
-// Expect prepares a rank to receive into the ranges. Answer with Expected; its end is a Settled.
+// Expect prepares a rank to receive into the ranges, by one push. Answer with Expected; its end is a Settled.
 type Expect struct {
 	Transfer uint64
 	Rank     int

@@ -23,6 +23,7 @@ type export struct {
 	sealing   int    // ranks that have not answered Seal
 	opening   int    // ranks that have not answered OpenExport
 	releasing bool   // only waiting until it is quiesced
+	waited    bool   // and was looked at since
 	kept      bool   // and has to wait for a transfer: reported as a Quarantine
 	readable  []bool // ranks that may still be read; empty where sources push
 	pushes    []*leg // not safe yet
@@ -169,7 +170,7 @@ func (c *Core) push(e Push) {
 		l := c.newLeg(leg{rank: t.Src, export: x, reader: m.Reader, deadline: c.now.Add(c.config.Timeout)})
 		x.pushes = append(x.pushes, l)
 		c.act(StartPush{
-			Transfer: l.transfer, Rank: t.Src, Peer: m.Ranks[t.Dst].Transport, Tag: tags[t.Dst],
+			Transfer: l.transfer, Rank: t.Src, Peer: m.Ranks[t.Dst].Transport, Tag: tags[i],
 			Copies: c.copies(t, c.sumsLeg(e.Checksums, i), c.sumsOff(t.Src), m.Ranks[t.Dst].Checksums, from, m.Blocks),
 		})
 	}
@@ -184,14 +185,14 @@ func (c *Core) checkPush(x *export, e Push, tags int) error {
 	if m.CachedBlocks < 0 || m.CachedBlocks > offered || len(m.Blocks) != offered-m.CachedBlocks {
 		return fmt.Errorf("%d blocks cached and %d to receive do not make the %d offered", m.CachedBlocks, len(m.Blocks), offered)
 	}
-	if tags != len(m.Ranks) {
-		return fmt.Errorf("%d tags for %d ranks", tags, len(m.Ranks))
-	}
 	if err := checkBlocks(m.Blocks); err != nil {
 		return err
 	}
 	if err := checkTemplate(e.Template, len(c.config.BlockBytes), len(m.Ranks)); err != nil {
 		return err
+	}
+	if legs := len(e.Template.Legs); tags != legs {
+		return fmt.Errorf("%d tags for %d pairs of ranks", tags, legs)
 	}
 	return c.checkSums(e.Template, e.Checksums, m.Ranks)
 }
@@ -264,9 +265,6 @@ func (c *Core) release(x *export) {
 		return
 	}
 	x.releasing = true
-	if len(x.pushes) > 0 {
-		c.keep(x)
-	}
 	for rank := range x.readable {
 		c.act(Revoke{Handoff: x.handoff, Rank: rank})
 	}
@@ -336,6 +334,10 @@ func (c *Core) pollExports() {
 		}
 		switch {
 		case x.releasing:
+			if len(x.pushes) > 0 && x.waited {
+				c.keep(x) // a reader is often done a moment before its source knows
+			}
+			x.waited = true
 			for rank, readable := range x.readable {
 				if readable {
 					c.act(Revoke{Handoff: x.handoff, Rank: rank})

@@ -116,6 +116,7 @@ type leg struct {
 	rank     int
 	export   *export    // one of the two is set
 	imported *importing //
+	part     int        // of an import that is pushed to: which of the template's legs it is
 	reader   uint64     // of a push: who receives it
 	deadline time.Time  // of a push; an import has its own
 	failed   bool       // the failure was reported

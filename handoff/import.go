@@ -29,8 +29,8 @@ type importing struct {
 	began     time.Time
 	moved     time.Time
 	legs      []*leg   // that have not come to a safe end
-	tags      [][]byte // of each rank, where sources push
-	preparing int      // ranks that have not answered Expect
+	tags      [][]byte // of each of the template's legs, where sources push
+	preparing int      // legs of which Expect has not been answered
 	bytes     int64
 	verifying bool  // everything has arrived, and the legs are verifications
 	corrupt   error // what a rank found wrong
@@ -138,23 +138,36 @@ func (c *Core) start(m *importing) {
 		return
 	}
 	if c.config.Push {
-		m.preparing = len(c.config.BlockBytes)
+		m.preparing = len(m.template.Legs)
 		m.tags = make([][]byte, m.preparing)
-		for rank := range m.tags {
-			l := c.addLeg(m, rank)
-			c.act(Expect{Transfer: l.transfer, Rank: rank, Ranges: c.ranges(rank, to)})
-		}
-		return
 	}
 	for i := range m.template.Legs {
 		t := &m.template.Legs[i]
 		l := c.addLeg(m, t.Dst)
+		copies := c.copies(t, c.sumsLeg(m.sums, i), source.Ranks[t.Src].Checksums, c.sumsOff(t.Dst), from, to)
+		if c.config.Push { // each source has a tag of its own, which lets it write its part alone
+			l.part = i
+			c.act(Expect{Transfer: l.transfer, Rank: t.Dst, Ranges: landing(copies)})
+			continue
+		}
 		c.act(StartPull{
 			Transfer: l.transfer, Rank: t.Dst, Peer: source.Ranks[t.Src].Transport,
-			Handoff: source.Export.Handoff, Capability: source.Export.Capability,
-			Copies: c.copies(t, c.sumsLeg(m.sums, i), source.Ranks[t.Src].Checksums, c.sumsOff(t.Dst), from, to),
+			Handoff: source.Export.Handoff, Capability: source.Export.Capability, Copies: copies,
 		})
 	}
+}
+
+// landing is where copies arrive.
+func landing(copies []layout.Copy) []Range {
+	var ranges []Range
+	for _, c := range copies {
+		if last := len(ranges) - 1; last >= 0 && ranges[last].Off+ranges[last].Len == c.Dst {
+			ranges[last].Len += c.Len
+			continue
+		}
+		ranges = append(ranges, Range{Off: c.Dst, Len: c.Len})
+	}
+	return ranges
 }
 
 func (c *Core) addLeg(m *importing, rank int) *leg {
@@ -163,7 +176,7 @@ func (c *Core) addLeg(m *importing, rank int) *leg {
 	return l
 }
 
-// expected collects the ranks' tags; the source may push when it has all of them.
+// expected collects the legs' tags; the source may push when it has all of them.
 func (c *Core) expected(e Expected) {
 	l := c.transfers[e.Transfer]
 	if l == nil || l.imported == nil || l.imported.pin != nil {
@@ -174,10 +187,10 @@ func (c *Core) expected(e Expected) {
 		c.settled(Settled{Transfer: e.Transfer, Err: e.Err, Safe: true})
 		return
 	}
-	if m.preparing == 0 || m.tags[l.rank] != nil {
+	if m.preparing == 0 || m.tags[l.part] != nil {
 		return
 	}
-	m.tags[l.rank] = e.Tag
+	m.tags[l.part] = e.Tag
 	if m.preparing--; m.preparing > 0 {
 		return
 	}

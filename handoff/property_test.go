@@ -344,6 +344,9 @@ func (w *world) act(n *node, action Action) Event {
 		return Expected{Transfer: a.Transfer, Tag: []byte(tag)}
 	case StartPush:
 		into := w.tags[string(a.Tag)]
+		if delete(w.tags, string(a.Tag)); into == nil {
+			w.t.Fatalf("transfer %d pushes under the tag %q, which is not there or was used", a.Transfer, a.Tag)
+		}
 		w.start(&flow{number: a.Transfer, kind: "push", owner: n, into: into, src: w.p.memory[a.Rank], dst: into.dst}, a.Copies)
 	case Cancel, Recheck: // a cancelled transfer ends by the data plane's whim, like any other
 	case Admit:

@@ -5,10 +5,10 @@ import (
 	"errors"
 )
 
-// maxTags bounds what a peer can claim: one tag a rank.
-const maxTags = 1 << 12
+// maxTags bounds what a peer can claim: one tag for each pair of ranks of which one gives the other something.
+const maxTags = 1 << 14
 
-// packTags puts the tags of all ranks, in order, into the one that the control plane carries: each is
+// packTags puts the tags of all legs of a template, in order, into the one that the control plane carries: each is
 // preceded by its length as a uvarint.
 func packTags(tags [][]byte) []byte {
 	var packed []byte

@@ -72,7 +72,7 @@ type Puller interface {
 // Pusher is a backend whose source writes.
 type Pusher interface {
 	Endpoint
-	// Expect prepares to receive: only bytes that arrive under the returned tag land, only in ranges.
+	// Expect prepares to receive one push: only bytes that arrive under the returned tag land, only in ranges.
 	Expect(ctx context.Context, ranges []Range) (tag []byte, h Handle, err error)
 	// Push writes to the peer that peer describes, under its tag.
 	Push(ctx context.Context, peer []byte, tag []byte, copies []Copy) (Handle, error)

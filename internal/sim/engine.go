@@ -18,7 +18,7 @@ type seat struct {
 	name     string
 	role     string
 	holdings []layout.Holding
-	life     *life            // nil between a death and the next start
+	life     *life // nil between a death and the next start
 }
 
 func (w *world) newSeat(name string) (*seat, error) {

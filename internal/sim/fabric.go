@@ -52,6 +52,7 @@ type flow struct {
 	kind  direction
 	tag   string
 	slot  *flow // of a push: where it writes
+	used  bool  // of a receive: somebody pushes there
 
 	source, destination         *life
 	sourceRank, destinationRank int
@@ -190,8 +191,13 @@ func (t *flow) plan(copies []layout.Copy) {
 func (l *life) blocks(rank int, off, length int64) []touch {
 	var list []touch
 	size := int64(l.memory.words[rank]) * tagBytes
-	if m := l.memory; m.sumsAt != nil && off >= int64(m.sumsAt[rank])*tagBytes {
-		off, size = off-int64(m.sumsAt[rank])*tagBytes, int64(m.sumWords[rank])*tagBytes
+	if m := l.memory; m.sumsAt != nil {
+		switch at := int64(m.sumsAt[rank]) * tagBytes; {
+		case off >= at:
+			off, size = off-at, int64(m.sumWords[rank])*tagBytes
+		case off+length > at: // the last block and the first checksums are neighbours
+			list, length = l.blocks(rank, at, off+length-at), at-off
+		}
 	}
 	for id := off / size; id*size < off+length; id++ {
 		list = append(list, touch{int32(id), l.core.Pool().Generation(int32(id))})
@@ -261,6 +267,11 @@ func (t *flow) meet() {
 		return
 	}
 	t.slot = w.fabric.active[i]
+	if t.slot.used {
+		w.fail("%v is not the first one under its tag, which is good for one", t)
+		return
+	}
+	t.slot.used = true
 	if t.slot.destination != t.destination || t.slot.destinationRank != t.destinationRank {
 		w.fail("%v was sent to rank %d of %v under a tag of rank %d of %v", t,
 			t.destinationRank, t.destination, t.slot.destinationRank, t.slot.destination)

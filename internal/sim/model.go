@@ -103,14 +103,6 @@ func newMemory(blockSize, blocks int, holdings []layout.Holding) *memory {
 	return m
 }
 
-func (m *memory) blockBytes() []int64 {
-	sizes := make([]int64, len(m.words))
-	for i, n := range m.words {
-		sizes[i] = int64(n) * tagBytes
-	}
-	return sizes
-}
-
 // scribble fills a block that nobody may read any more.
 func (m *memory) scribble(id int32) {
 	for rank, words := range m.words {
