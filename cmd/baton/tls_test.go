@@ -371,9 +371,10 @@ func TestMetricsPortLogsThroughTheLogger(t *testing.T) {
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	out, stopped := &output{}, make(chan struct{})
+	log, _ := newLogger(out, slog.LevelDebug, false)
 	go func() {
 		defer close(stopped)
-		_ = serveMetrics(ctx, sec, "127.0.0.1:0", newRegistry(), newLogger(out, slog.LevelDebug, false))
+		_ = serveMetrics(ctx, sec, "127.0.0.1:0", newRegistry(), log)
 	}()
 	url := out.await(t, `address=(https://\S+)`, stopped)
 	if resp, err := http.Get(strings.Replace(url, "https", "http", 1)); err == nil {
