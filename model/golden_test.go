@@ -55,7 +55,7 @@ func logprob(logits []float32, id int32) float32 {
 // The decoder alone, one sequence in one scattered block table, against transformers.
 func TestGoldens(t *testing.T) {
 	const blockSize = 16
-	for _, name := range []string{"llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"} {
+	for _, name := range []string{"llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "deepseek_v3_plain"} {
 		t.Run(name, func(t *testing.T) {
 			ck, g := loadGolden(t, name)
 			backend, err := cpu.New(cpu.Options{Threads: 2})
