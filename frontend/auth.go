@@ -68,6 +68,9 @@ func (k APIKeys) has(key string) bool {
 	return found == 1
 }
 
+// Permit reports whether a request shows one of the keys, or needs none.
+func (k APIKeys) Permit(r *http.Request) bool { return k.authorize(r) == nil }
+
 // authorize checks the request's "Authorization: Bearer KEY".
 func (k APIKeys) authorize(r *http.Request) error {
 	if !k.Required() {

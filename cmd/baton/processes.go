@@ -154,7 +154,8 @@ func (c *engineCmd) engineName() string {
 
 // frontendCmd is the HTTP frontend alone.
 type frontendCmd struct {
-	modelFlags
+	frontendModelFlags
+	relayFlags
 	frontendFlags
 	tlsFlags
 	peerFlags
@@ -165,6 +166,12 @@ func (c *frontendCmd) Run(env *environment) error {
 	sec, err := c.secure("frontend", env.log)
 	if err != nil {
 		return err
+	}
+	if c.relaying() {
+		return c.relay(env, sec, c.frontendFlags)
+	}
+	if c.Model == "" {
+		return errNoModel
 	}
 	if err := sec.reach("--coordinator", c.Coordinator); err != nil {
 		return err
