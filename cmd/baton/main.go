@@ -20,6 +20,7 @@ type cli struct {
 	Coordinator coordinatorCmd `cmd:"" help:"Run the coordinator: it routes requests and carries their handoffs' messages."`
 	Engine      engineCmd      `cmd:"" help:"Run one shard's engines: prefill, decode, or both."`
 	Frontend    frontendCmd    `cmd:"" help:"Run the OpenAI-compatible HTTP frontend of a coordinator."`
+	Bench       benchCmd       `cmd:"" help:"Put load on a server that speaks the OpenAI API, and measure what its clients see."`
 	Inspect     inspectCmd     `cmd:"" help:"Show what a model file or folder holds and what an engine would make of it."`
 	Certs       certsCmd       `cmd:"" help:"Make a local certificate authority and certificates for TLS between processes."`
 	Version     versionCmd     `cmd:"" help:"Print the version."`
