@@ -210,12 +210,7 @@ func accept(ctx context.Context, conn net.Conn, cfg *MeshConfig) (*greeting, hel
 	stop := context.AfterFunc(ctx, func() { conn.Close() })
 	err := g.open(false)
 	if err == nil {
-		if err = g.receive("hello", &h); err == nil {
-			err = h.check(cfg.Size)
-		}
-		if err != nil {
-			_ = g.send("welcome", welcome{Refusal: err.Error()}) // for people; they may have gone
-		}
+		err = g.hear(&h, cfg.Size)
 	}
 	if !stop() && err == nil {
 		err = context.Cause(ctx)
@@ -225,6 +220,21 @@ func accept(ctx context.Context, conn net.Conn, cfg *MeshConfig) (*greeting, hel
 		return nil, h, fmt.Errorf("%s: %w", conn.RemoteAddr(), err)
 	}
 	return g, h, nil
+}
+
+// hear receives a hello and answers one that is no good, for the people at the other end.
+func (g *greeting) hear(h *hello, size int) error {
+	err := g.receive("hello", h)
+	var secret *SecretError
+	if errors.As(err, &secret) {
+		// A MAC would let a stranger try secrets on it. That this one is wrong says enough.
+		_, _ = g.conn.Write(make([]byte, 4+sha256.Size))
+	} else if err == nil {
+		if err = h.check(size); err != nil {
+			_ = g.send("welcome", welcome{Refusal: err.Error()})
+		}
+	}
+	return err
 }
 
 func (h *hello) check(size int) error {

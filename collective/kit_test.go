@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"math"
 	"math/rand/v2"
+	"os"
 	"sync"
 	"testing"
 	"time"
@@ -15,7 +16,13 @@ import (
 )
 
 // A goroutine that outlives its world is a leak of this package's.
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) {
+	if addr := os.Getenv(childEnv); addr != "" {
+		child(addr)
+		return
+	}
+	goleak.VerifyTestMain(m)
+}
 
 // heap is host memory that the race detector watches.
 type heap []float32

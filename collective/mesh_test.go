@@ -14,39 +14,32 @@ import (
 // mesh joins processes, each with the ranks that it is given, over loopback. It returns Worlds by rank.
 func mesh(tb testing.TB, silence time.Duration, processes ...[]int) []*World {
 	tb.Helper()
-	size := 0
+	return meshWith(tb, MeshConfig{Silence: silence}, processes...)
+}
+
+func meshWith(tb testing.TB, cfg MeshConfig, processes ...[]int) []*World {
+	tb.Helper()
+	cfg.Secret = []byte("s")
 	for _, ranks := range processes {
-		size += len(ranks)
+		cfg.Size += len(ranks)
 	}
 	listeners := make([]net.Listener, len(processes))
-	leader := ""
 	for i, ranks := range processes {
-		var err error
-		if listeners[i], err = net.Listen("tcp", "127.0.0.1:0"); err != nil {
-			tb.Fatal(err)
-		}
+		listeners[i] = listen(tb)
 		if slices.Contains(ranks, 0) {
-			leader = listeners[i].Addr().String()
+			cfg.Peers = []string{listeners[i].Addr().String()}
 		}
 	}
-	type result struct {
-		ws  []*World
-		err error
-	}
-	results := make(chan result, len(processes))
 	ctx, cancel := context.WithTimeout(tb.Context(), patience)
 	defer cancel()
+	results := make([]<-chan joined, len(processes))
 	for i, ranks := range processes {
-		go func() {
-			ws, err := Join(ctx, MeshConfig{
-				Size: size, Local: ranks, Listener: listeners[i], Peers: []string{leader}, Secret: []byte("s"), Silence: silence,
-			})
-			results <- result{ws, err}
-		}()
+		cfg.Local, cfg.Listener = ranks, listeners[i]
+		results[i] = join(ctx, cfg)
 	}
-	all := make([]*World, size)
-	for range processes {
-		r := <-results
+	all := make([]*World, cfg.Size)
+	for _, result := range results {
+		r := <-result
 		if r.err != nil {
 			tb.Fatal(r.err)
 		}
@@ -55,6 +48,30 @@ func mesh(tb testing.TB, silence time.Duration, processes ...[]int) []*World {
 		}
 	}
 	return all
+}
+
+func listen(tb testing.TB) net.Listener {
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return ln
+}
+
+// joined is what Join returned.
+type joined struct {
+	ws  []*World
+	err error
+}
+
+// join runs Join on a goroutine of its own.
+func join(ctx context.Context, cfg MeshConfig) <-chan joined {
+	result := make(chan joined, 1)
+	go func() {
+		ws, err := Join(ctx, cfg)
+		result <- joined{ws, err}
+	}()
+	return result
 }
 
 func TestMesh(t *testing.T) {

@@ -228,13 +228,15 @@ func checkAround(t *rapid.T, m compute.Mat) {
 // TestOperations runs random programs on worlds of all kinds.
 func TestOperations(t *testing.T) {
 	for name, start := range map[string]func(testing.TB) []*World{
-		"local 1":              func(testing.TB) []*World { return Local(1) },
-		"local 2":              func(testing.TB) []*World { return Local(2) },
-		"local 5":              func(testing.TB) []*World { return Local(5) },
-		"local 8":              func(testing.TB) []*World { return Local(8) },
-		"1+1":                  func(tb testing.TB) []*World { return mesh(tb, 0, []int{0}, []int{1}) },
-		"1+1+1":                func(tb testing.TB) []*World { return mesh(tb, 0, []int{0}, []int{1}, []int{2}) },
-		"2+2":                  func(tb testing.TB) []*World { return mesh(tb, 0, []int{0, 1}, []int{2, 3}) },
+		"local 1": func(testing.TB) []*World { return Local(1) },
+		"local 2": func(testing.TB) []*World { return Local(2) },
+		"local 8": func(testing.TB) []*World { return Local(8) },
+		"1+1":     func(tb testing.TB) []*World { return mesh(tb, 0, []int{0}, []int{1}) },
+		"1+1+1":   func(tb testing.TB) []*World { return mesh(tb, 0, []int{0}, []int{1}, []int{2}) },
+		"2+2":     func(tb testing.TB) []*World { return mesh(tb, 0, []int{0, 1}, []int{2, 3}) },
+		"2+1, TLS": func(tb testing.TB) []*World {
+			return meshWith(tb, MeshConfig{TLS: identity(tb)}, []int{0, 2}, []int{1})
+		},
 		"1+4+2+1, interleaved": func(tb testing.TB) []*World { return mesh(tb, 0, []int{4}, []int{0, 3, 5, 7}, []int{6, 2}, []int{1}) },
 	} {
 		t.Run(name, func(t *testing.T) {
