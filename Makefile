@@ -3,7 +3,7 @@ export GOTOOLCHAIN := go1.27.3
 export CGO_ENABLED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help build run model test race lint sim sim-mutants chaos bench-handoff fuzz bench bench-handoff generate clean
+.PHONY: help build run model test race lint sim sim-mutants chaos soak fuzz bench bench-handoff generate clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +32,10 @@ sim: ## the whole protocol in virtual time, under faults: SEEDS random runs
 
 sim-mutants: ## plant faults, one at a time: the simulator must find each
 	scripts/sim-mutants
+
+PAIRS ?= 200
+soak: ## PAIRS random pairs of layouts: transformers' tokens, the bits of one rank
+	go test ./cmd/baton -run 'TestLayouts$$' -pairs $(PAIRS) -layout-seed $(SEED) -timeout 2h
 
 SECONDS ?= 180
 SEED ?= 1

@@ -15,63 +15,32 @@ import (
 // bits is everything that must not depend on how a model is served, as text.
 type bits struct{ greedy, sampled string }
 
-// Every way of serving gives transformers' tokens, log-probabilities within 1e-3 of its own, and the same
-// bits as every other way, sampled ones too.
-func TestGoldensEveryWay(t *testing.T) {
-	for _, model := range []string{"llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"} {
-		t.Run(model, func(t *testing.T) {
-			blocks, verified, transports := []string{"16", "64"}, []string{"16", "32", "64"}, []string{"shm", "tcp", "tcp-push"}
-			switch model {
-			case "qwen3_moe": // its cache is qwen3's; what it adds depends on who shares a batch
-				blocks, verified, transports = blocks[:1], nil, transports[:2]
-			case "deepseek_v3": // its cache has another shape, by every transport
-				blocks, verified = blocks[:1], verified[2:]
-			}
-			g := readGolden(t, model)
-			var want []bits
-			var wantName string
-			check := func(name string, f *fleet) {
-				got := goldenRun(t, f, g)
-				if want == nil {
-					want, wantName = got, name
-				}
-				for i := range got {
-					if got[i] != want[i] {
-						t.Errorf("case %d: %s differs from %s:\n%+v\n%+v", i, name, wantName, got[i], want[i])
-					}
-				}
-			}
-			for _, block := range blocks {
-				for _, chunk := range []string{"512", "64"} {
-					flags := []string{"--block-size=" + block, "--max-tokens=" + chunk, "--threads=2", "--kv-memory=64MiB"}
-					way := func(name string, start func(t *testing.T) *fleet) {
-						name = fmt.Sprintf("%s, blocks of %s, chunks of %s", name, block, chunk)
-						t.Run(strings.ReplaceAll(name, ", ", "_"), func(t *testing.T) { check(name, start(t)) })
-					}
-					way("colocated", func(t *testing.T) *fleet { return serve(t, goldenPath(model), append(flags, "--shards=tp=1")...) })
-					for _, transport := range transports {
-						with := append(slices.Clone(flags), "--transfer="+transport)
-						way("one process "+transport, func(t *testing.T) *fleet { return serve(t, goldenPath(model), with...) })
-						way("processes "+transport, func(t *testing.T) *fleet {
-							return processes(t, goldenPath(model), []string{wire.RolePrefill, wire.RoleDecode}, with...)
-						})
-					}
-				}
-			}
-			for _, block := range verified {
-				for _, transport := range transports {
-					name := fmt.Sprintf("verified %s, blocks of %s", transport, block)
-					t.Run(strings.ReplaceAll(name, ", ", "_"), func(t *testing.T) {
-						f := serve(t, goldenPath(model), "--verify-handoff=all", "--block-size="+block, "--transfer="+transport,
-							"--threads=2", "--kv-memory=64MiB")
-						check(name, f)
-						if n := metric(t, f.url, "baton_handoff_corrupt_total"); n != 0 {
-							t.Errorf("%v handoffs arrived damaged, and nobody damaged any", n)
-						}
-					})
-				}
-			}
-		})
+// Engines in processes of their own give transformers' tokens, log-probabilities within 1e-3 of its own, and the bits
+// of one engine in this one, sampled ones too. TestLayouts has all the ways of one process.
+func TestGoldensInProcesses(t *testing.T) {
+	for _, family := range []struct{ model, transports string }{
+		{"llama", "shm tcp tcp-push"}, {"qwen2", "tcp"}, {"qwen3", "shm"}, {"qwen3_moe", "tcp-push"},
+		{"deepseek_v3", "shm tcp tcp-push"}, // its cache has another shape
+	} {
+		g := readGolden(t, family.model)
+		want := goldenRun(t, serve(t, goldenPath(family.model), "--shards=tp=1", "--kv-memory=64MiB"), g)
+		for i, transport := range strings.Fields(family.transports) {
+			block, chunk := []string{"16", "64", "32"}[i], []string{"64", "512", "100"}[i]
+			t.Run(family.model+"/"+transport, func(t *testing.T) {
+				got := goldenRun(t, processes(t, goldenPath(family.model), []string{wire.RolePrefill, wire.RoleDecode},
+					"--transfer="+transport, "--block-size="+block, "--max-tokens="+chunk, "--threads=2", "--kv-memory=64MiB"), g)
+				sameBits(t, got, want)
+			})
+		}
+	}
+}
+
+func sameBits(t *testing.T, got, want []bits) {
+	t.Helper()
+	for i := range want {
+		if got[i] != want[i] {
+			t.Errorf("case %d differs from one engine of one rank:\n%+v\n%+v", i, got[i], want[i])
+		}
 	}
 }
 
