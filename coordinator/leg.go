@@ -25,6 +25,7 @@ type leg struct {
 	readers int          // legs that may still read the KV
 	errors  int          // readers that failed
 	gone    bool         // its engine is
+	corrupt bool         // a reader got something else than was exported
 
 	// Of a leg that reads KV.
 	source  *leg      // until the reading ended
@@ -100,7 +101,7 @@ func (c *Core) release(s *leg) {
 	if s.gone || s.readers > 0 || s.r.source == s {
 		return
 	}
-	c.send(s.engine.peer, &wire.ReleaseKV{ID: s.id, Handoff: s.export.Handoff})
+	c.send(s.engine.peer, &wire.ReleaseKV{ID: s.id, Handoff: s.export.Handoff, Corrupt: s.corrupt})
 	c.end(s)
 }
 

@@ -355,6 +355,9 @@ func (c *Core) failed(e *engine, m *wire.RequestError) {
 	default:
 		m.Code = wire.CodeInternal // clients, and metrics, know just these
 	}
+	if l.source != nil && m.Code == wire.CodeCorrupt {
+		l.source.corrupt = true
+	}
 	switch {
 	case l.export != nil:
 		c.sourceFailed(l, m)

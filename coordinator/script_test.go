@@ -359,7 +359,11 @@ func describe(m wire.Message) string {
 	case *wire.RequestAborted:
 		return fmt.Sprintf("RequestAborted %d", m.ID)
 	case *wire.ReleaseKV:
-		return fmt.Sprintf("ReleaseKV %d: handoff %d", m.ID, m.Handoff)
+		s := fmt.Sprintf("ReleaseKV %d: handoff %d", m.ID, m.Handoff)
+		if m.Corrupt {
+			s += ", which is corrupt"
+		}
+		return s
 	case *wire.SendKV:
 		return fmt.Sprintf("SendKV %d: handoff %d, %d cached, to blocks %s, tag %s, rank 0 at %q",
 			m.ID, m.Handoff, m.CachedBlocks, ints(m.Blocks), m.Tag, m.Ranks[0].Transport)

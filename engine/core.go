@@ -232,7 +232,10 @@ func (c *Core) received(now time.Time, m wire.Message) {
 		}
 		c.step(now, handoff.Push{Message: m, Template: t.blocks, Checksums: t.checksums})
 	case *wire.ReleaseKV:
-		c.step(now, handoff.Release{ID: m.ID, Handoff: m.Handoff})
+		if m.Corrupt {
+			c.warn("request %d: what a decode engine read is not what was sealed; the blocks of handoff %d are forgotten", m.ID, m.Handoff)
+		}
+		c.step(now, handoff.Release{ID: m.ID, Handoff: m.Handoff, Corrupt: m.Corrupt})
 	case *wire.RenewKV:
 		c.step(now, handoff.Renew{ID: m.ID, Handoff: m.Handoff})
 	case *wire.AbortRequest:

@@ -28,6 +28,9 @@ type damage struct {
 	// where chooses the byte, given the runs of bytes that arrive.
 	where  func(arriving []transfer.Range) int64
 	memory *transfer.Memory
+	// atSource spoils the first byte that is read, in the memory that it is read from.
+	atSource bool
+	source   *transfer.Memory
 }
 
 // on puts the damage between a rank and its transfer backend.
@@ -47,6 +50,12 @@ type damagedPuller struct {
 }
 
 func (p damagedPuller) Pull(ctx context.Context, peer []byte, number uint64, capability []byte, copies []transfer.Copy) (transfer.Handle, error) {
+	if p.d.atSource {
+		if p.d.transfers.Add(-1) >= 0 {
+			p.d.source.Data[copies[0].Src] ^= 0x10
+		}
+		return p.Puller.Pull(ctx, peer, number, capability, copies)
+	}
 	h, err := p.Puller.Pull(ctx, peer, number, capability, copies)
 	var arriving []transfer.Range
 	for _, c := range copies {
@@ -125,9 +134,11 @@ func continued(t *testing.T, ck *checkpoint.Checkpoint, c Config, d *damage) (a 
 		if err != nil {
 			t.Fatal(err)
 		}
-		if role == wire.RoleDecode {
-			for _, r := range e.ranks {
+		for _, r := range e.ranks {
+			if role == wire.RoleDecode {
 				d.on(r)
+			} else {
+				d.source = r.memory
 			}
 		}
 		shards = append(shards, e)
@@ -215,11 +226,13 @@ func TestDamagedHandoff(t *testing.T) {
 		verify          handoff.Verification
 		block           int
 		times           int32
-		where           func([]transfer.Range) int64
+		where           func([]transfer.Range) int64 // nil: at the source
 	}{
 		{"a key, shm", "shm", handoff.VerifyAll, 16, 1, firstKey},
 		{"a key, tcp", "tcp", handoff.VerifyAll, 32, 1, firstKey},
 		{"a key, tcp-push", "tcp-push", handoff.VerifyAll, 64, 1, firstKey},
+		{"at the source, shm", "shm", handoff.VerifyAll, 16, 1, nil},
+		{"at the source, twice, tcp", "tcp", handoff.VerifyAll, 32, 2, nil},
 		{"a checksum", "shm", handoff.VerifyAll, 32, 1, lastSum},
 		{"twice", "tcp", handoff.VerifyAll, 16, 2, firstKey},
 		{"never", "tcp-push", handoff.VerifyAll, 32, 0, firstKey},
@@ -227,11 +240,11 @@ func TestDamagedHandoff(t *testing.T) {
 		{"the last checksum, of a sample", "tcp-push", handoff.VerifySample, 16, 1, lastSum},
 	}
 	if testing.Short() {
-		cases = cases[:3] // under the race detector, one of each transport
+		cases = cases[:4] // under the race detector, one of each transport, and one at the source
 	}
 	for _, tt := range cases {
 		t.Run(tt.name, func(t *testing.T) {
-			c, d := base, &damage{where: tt.where}
+			c, d := base, &damage{where: tt.where, atSource: tt.where == nil}
 			c.Transport, c.VerifyHandoff, c.BlockSize = tt.transport, tt.verify, tt.block
 			d.transfers.Store(tt.times)
 			got, prefill, decode := continued(t, ck, c, d)

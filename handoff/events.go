@@ -45,8 +45,12 @@ type Push struct {
 }
 
 // Release ends an export: its reader is done, or will never come. Unknown ones are ignored, so it may be
-// repeated.
-type Release struct{ ID, Handoff uint64 }
+// repeated. Corrupt says that the reader did not get what was sealed: the pool forgets the blocks, and what it has
+// cached behind them, so that nobody meets them again.
+type Release struct {
+	ID, Handoff uint64
+	Corrupt     bool
+}
 
 // Renew begins an export's lease anew. Unknown ones are ignored.
 type Renew struct{ ID, Handoff uint64 }

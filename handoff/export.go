@@ -147,6 +147,9 @@ func (c *Core) opened(e Opened) {
 func (c *Core) push(e Push) {
 	m := e.Message
 	x := c.export(m.Handoff)
+	if c.wasAborted(m.Handoff, m.ID) {
+		return // a RequestAborted answers both
+	}
 	if x == nil || x.id != m.ID || x.releasing {
 		c.failPush(m.ID, m.Reader, wire.CodeUnavailable, "its KV is not held any more (handoff %d)", m.Handoff)
 		return
@@ -235,6 +238,9 @@ func (c *Core) pushSettled(l *leg, e Settled) {
 
 func (c *Core) released(e Release) {
 	if x := c.export(e.Handoff); x != nil && x.id == e.ID {
+		if e.Corrupt {
+			c.pool.Forget(x.pin.Blocks())
+		}
 		c.release(x)
 	}
 }
@@ -309,12 +315,20 @@ func (c *Core) settleRelease(x *export) {
 	}
 }
 
+// abortedExport remembers an export that was aborted: a push may be asked for by a message that crossed the abort.
+type abortedExport struct{ handoff, id uint64 }
+
+func (c *Core) wasAborted(handoff, id uint64) bool {
+	return handoff != 0 && c.aborted[handoff%uint64(len(c.aborted))] == abortedExport{handoff, id}
+}
+
 func (c *Core) abortExports(id uint64) {
 	for _, x := range slices.Clone(c.exports) {
 		if x.id != id || x.releasing {
 			continue
 		}
 		x.aborted = true
+		c.aborted[x.handoff%uint64(len(c.aborted))] = abortedExport{x.handoff, x.id}
 		for _, l := range x.pushes {
 			c.act(Cancel{l.transfer})
 		}

@@ -79,7 +79,8 @@ type Core struct {
 	pool   *kvcache.Pool
 
 	lastHandoff  uint64
-	exports      []*export // by number
+	exports      []*export          // by number
+	aborted      [256]abortedExport // the last ones, by number modulo that
 	queue        []*importing
 	moving       []*importing
 	quarantined  []*importing

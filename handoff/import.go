@@ -179,12 +179,15 @@ func (c *Core) addLeg(m *importing, rank int) *leg {
 // expected collects the legs' tags; the source may push when it has all of them.
 func (c *Core) expected(e Expected) {
 	l := c.transfers[e.Transfer]
-	if l == nil || l.imported == nil || l.imported.pin != nil {
+	if l == nil || l.imported == nil {
 		return
 	}
 	m := l.imported
-	if e.Err != nil {
+	if e.Err != nil { // there will be no other word of it, also when the import was dropped meanwhile
 		c.settled(Settled{Transfer: e.Transfer, Err: e.Err, Safe: true})
+		return
+	}
+	if m.pin != nil {
 		return
 	}
 	if m.preparing == 0 || m.tags[l.part] != nil {

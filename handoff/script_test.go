@@ -129,7 +129,7 @@ func (s *script) command(e *side, name string, a args) string {
 		if x := s.p.offers[id]; handoff == 0 && x != nil {
 			handoff = x.Handoff
 		}
-		return s.step(e, Release{ID: id, Handoff: handoff})
+		return s.step(e, Release{ID: id, Handoff: handoff, Corrupt: a.has("corrupt")})
 	case "renew":
 		return s.step(e, Renew{ID: id, Handoff: uint64(a.int("handoff", 1))})
 	case "revoked":

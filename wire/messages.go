@@ -303,6 +303,9 @@ type KVReadDone struct{ ID uint64 }
 type ReleaseKV struct {
 	ID      uint64
 	Handoff uint64
+	// Corrupt says that what a reader got is not what was sealed. It may have been damaged before it was read, so
+	// the blocks must not serve another request.
+	Corrupt bool
 }
 
 // Codes of a RequestError.

@@ -1177,10 +1177,11 @@ func (z *RegisterRoleAck) Msgsize() (s int) {
 // MarshalMsg implements msgp.Marshaler
 func (z *ReleaseKV) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
-	// array header, size 2
-	o = append(o, 0x92)
+	// array header, size 3
+	o = append(o, 0x93)
 	o = msgp.AppendUint64(o, z.ID)
 	o = msgp.AppendUint64(o, z.Handoff)
+	o = msgp.AppendBool(o, z.Corrupt)
 	return
 }
 
@@ -1209,6 +1210,14 @@ func (z *ReleaseKV) UnmarshalMsg(bts []byte) (o []byte, err error) {
 		if zb0001--; zb0001 == 0 {
 			break
 		}
+		z.Corrupt, bts, err = msgp.ReadBoolBytes(bts)
+		if err != nil {
+			err = msgp.WrapError(err, "Corrupt")
+			return
+		}
+		if zb0001--; zb0001 == 0 {
+			break
+		}
 		for ; zb0001 > 0; zb0001-- {
 			bts, err = msgp.Skip(bts)
 			if err != nil {
@@ -1223,7 +1232,7 @@ func (z *ReleaseKV) UnmarshalMsg(bts []byte) (o []byte, err error) {
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *ReleaseKV) Msgsize() (s int) {
-	s = 1 + msgp.Uint64Size + msgp.Uint64Size
+	s = 1 + msgp.Uint64Size + msgp.Uint64Size + msgp.BoolSize
 	return
 }
 
