@@ -229,7 +229,7 @@ func (u *unit) compute(works []work) error {
 		case !seen:
 			states[stage] = e
 		case first.state != e.state:
-			errs = append(errs, &DivergenceError{Engine: c.engine, Ranks: []int{first.number, e.number}, What: "hold different activations"})
+			errs = append(errs, &DivergenceError{Engine: c.engine, Ranks: []int{min(first.number, e.number), max(first.number, e.number)}, What: "hold different activations"})
 		}
 	}
 	return errors.Join(errs...)
