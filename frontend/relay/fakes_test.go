@@ -22,12 +22,12 @@ type fake struct {
 	*httptest.Server
 	t    *testing.T
 	kind string
+	more []*fake
 	peer *fake // the prefill worker that a decode worker may fetch from; nil for a prefill worker
 
 	mu       sync.Mutex
-	seen     []seen            // requests
-	exported map[string][]int  // what was prefilled and not fetched yet, by id: the prompt with the first token
-	usages   map[string]string // cached tokens, by id
+	seen     []seen           // requests
+	exported map[string][]int // what was prefilled and not fetched yet, by id: the prompt with the first token
 	healthy  bool
 	owner    string // in /v1/models; "" for no such endpoint
 	info     string // of /server_info
@@ -50,7 +50,7 @@ type seen struct {
 
 func newFake(t *testing.T, kind string, peer *fake) *fake {
 	f := &fake{
-		t: t, kind: kind, peer: peer, exported: map[string][]int{}, usages: map[string]string{}, healthy: true, finish: "length",
+		t: t, kind: kind, peer: peer, exported: map[string][]int{}, healthy: true, finish: "length",
 		closed: make(chan struct{}),
 	}
 	f.owner = map[string]string{"trtllm": "tensorrt_llm", "baton": "baton", "vllm": "vllm", "mooncake": "vllm", "sglang": "sglang", "plain": "someone"}[kind]
@@ -87,6 +87,9 @@ func (f *fake) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	f.mu.Lock()
 	healthy, owner, info := f.healthy, f.owner, f.info
 	f.mu.Unlock()
+	if r.Method == http.MethodGet {
+		w.Header().Set("Connection", "close") // tests of broken connections need new ones
+	}
 	switch r.URL.Path {
 	case "/health":
 		if !healthy {
@@ -440,17 +443,17 @@ func (f *fake) trtContext(w http.ResponseWriter, q *query, p *trtWire) {
 // trtGeneration goes on from what the context worker exported, once; it reports the prompt's usage as that counted it.
 func (f *fake) trtGeneration(w http.ResponseWriter, r *http.Request, q *query, p *trtWire) {
 	if p.Endpoint != "" { // generation first: wait for the context worker
-		for f.peer.take(p.ID.String(), false) == nil {
+		for f.fetch(p.ID.String(), false) == nil {
 			select {
 			case <-r.Context().Done():
 				return
 			case <-time.After(time.Millisecond):
 			}
 		}
-		f.generate(w, r, q, f.peer.take(p.ID.String(), true)[len(q.ids):], `{"cached_tokens":7}`)
+		f.generate(w, r, q, f.fetch(p.ID.String(), true)[len(q.ids):], `{"cached_tokens":7}`)
 		return
 	}
-	state := f.peer.take(p.ID.String(), true)
+	state := f.fetch(p.ID.String(), true)
 	switch {
 	case p.ContextID.String() != bigID:
 		refuse(w, fmt.Errorf("ctx_request_id is %s", p.ContextID))
@@ -467,6 +470,16 @@ func (f *fake) trtGeneration(w http.ResponseWriter, r *http.Request, q *query, p
 		}
 		f.generate(w, r, q, p.First, details)
 	}
+}
+
+// fetch takes from whichever prefill worker has it.
+func (f *fake) fetch(id string, remove bool) []int {
+	for _, p := range append([]*fake{f.peer}, f.more...) {
+		if state := p.take(id, remove); state != nil {
+			return state
+		}
+	}
+	return nil
 }
 
 // take is what was exported under an id.
@@ -534,7 +547,7 @@ func (f *fake) serveVLLM(w http.ResponseWriter, r *http.Request, q *query) {
 	case f.peer == nil:
 		refuse(w, fmt.Errorf("a decode leg at a prefill worker"))
 	case p.Transfer != "":
-		for f.peer.take(p.Transfer, false) == nil {
+		for f.fetch(p.Transfer, false) == nil {
 			select {
 			case <-r.Context().Done():
 				return
@@ -545,7 +558,7 @@ func (f *fake) serveVLLM(w http.ResponseWriter, r *http.Request, q *query) {
 			refuse(w, fmt.Errorf("engine %q at %q", p.Engine, p.Bootstrap))
 			return
 		}
-		f.peer.take(p.Transfer, true)
+		f.fetch(p.Transfer, true)
 		f.generate(w, r, q, nil, fmt.Sprintf(`{"cached_tokens":%d}`, len(q.ids)-1))
 	default:
 		f.mu.Lock()
@@ -555,7 +568,7 @@ func (f *fake) serveVLLM(w http.ResponseWriter, r *http.Request, q *query) {
 			refuse(w, fmt.Errorf("push is %t and block ids are %v", push, p.Blocks))
 			return
 		}
-		state := f.peer.take(p.Request, true)
+		state := f.fetch(p.Request, true)
 		if p.Request != id || !slices.Equal(state, q.ids) {
 			refuse(w, fmt.Errorf("nothing was prefilled for request %q (this one is %q)", p.Request, id))
 			return
@@ -579,14 +592,14 @@ func (f *fake) serveSGLang(w http.ResponseWriter, r *http.Request, q *query) {
 		f.generate(w, r, q, nil, `{"cached_tokens":7}`)
 		return
 	}
-	for f.peer.take(room, false) == nil {
+	for f.fetch(room, false) == nil {
 		select {
 		case <-r.Context().Done():
 			return
 		case <-time.After(time.Millisecond):
 		}
 	}
-	if !slices.Equal(f.peer.take(room, true), q.ids) {
+	if !slices.Equal(f.fetch(room, true), q.ids) {
 		refuse(w, fmt.Errorf("the room's prompt is another"))
 		return
 	}

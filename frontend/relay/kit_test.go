@@ -4,9 +4,11 @@ import (
 	"bytes"
 	"encoding/json"
 	"io"
+	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -201,4 +203,20 @@ func expected(ids []int, n int) []int {
 		all = append(all, next(all))
 	}
 	return all[len(ids):]
+}
+
+// textLog writes lines to b, which may be read when nothing runs any more.
+func textLog(b *strings.Builder) *slog.Logger {
+	return slog.New(slog.NewTextHandler(&locked{b: b}, nil))
+}
+
+type locked struct {
+	mu sync.Mutex
+	b  *strings.Builder
+}
+
+func (l *locked) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.Write(p)
 }
