@@ -184,3 +184,50 @@ func BenchmarkExperts(b *testing.B) {
 		}
 	}
 }
+
+// BenchmarkLatent has the heads of DeepSeek-V3 that a rank of eight holds: 16 of 128 and 64 numbers, values of 128,
+// over a latent of 512.
+func BenchmarkLatent(b *testing.B) {
+	const heads, nope, rope, value, rank, blocks = 16, 128, 64, 128, 512, 64
+	for _, d := range []tensor.DType{tensor.F32, tensor.BF16} {
+		be := open(b, Options{Threads: 1})
+		keys, _ := headMatrices(b, be, d, heads, nope, rank)
+		values, _ := headMatrices(b, be, d, heads, value, rank)
+		kv := compute.KV{Blocks: blocks, Layers: 1, Planes: 1, Heads: 1, HeadDim: rank + rope, BlockSize: 32, DType: d}
+		buf, err := be.Alloc(kv.Blocks * kv.BlockBytes())
+		if err != nil {
+			b.Fatal(err)
+		}
+		kv.Buf = buf
+		var table []int32
+		for i := range int32(blocks) {
+			table = append(table, i)
+		}
+		for _, c := range []struct{ rows, position int }{{1, 2000}, {8, 2000}, {256, 1024}} {
+			q, attn := put(b, be, random(1, c.rows*heads*(nope+rope)), nope+rope), blank(b, be, c.rows*heads, value, value)
+			folded, mixed := blank(b, be, c.rows, heads*(rank+rope), heads*(rank+rope)), blank(b, be, c.rows, heads*rank, heads*rank)
+			seqs := []compute.Sequence{{Rows: c.rows, Position: c.position, Blocks: table}}
+			tokens := float64(c.rows) * (float64(c.position) + float64(c.rows+1)/2)
+			for _, op := range []struct {
+				name  string
+				run   func()
+				flops float64
+			}{
+				{"keys", func() { be.MatMulHeads(folded.Heads(heads).Columns(0, rank), q.Columns(0, nope), keys, true) }, float64(2 * c.rows * heads * nope * rank)},
+				{"attention", func() { be.Attention(mixed, folded, kv, 0, seqs, 0.1) }, tokens * 2 * heads * (2*rank + rope)},
+				{"values", func() { be.MatMulHeads(attn, mixed.Heads(heads), values, false) }, float64(2 * c.rows * heads * value * rank)},
+			} {
+				b.Run(fmt.Sprintf("%v/rows=%d/position=%d/%s", d, c.rows, c.position, op.name), func(b *testing.B) {
+					b.ReportAllocs()
+					for b.Loop() {
+						op.run()
+					}
+					b.ReportMetric(op.flops*float64(b.N)/b.Elapsed().Seconds()/1e9, "GFLOP/s")
+				})
+			}
+			if err := be.Read(nil, attn.Slice(0, 0)); err != nil {
+				b.Fatal(err)
+			}
+		}
+	}
+}
