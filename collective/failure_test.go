@@ -85,6 +85,7 @@ func TestFail(t *testing.T) {
 	for kind, start := range kinds {
 		for name, call := range needy {
 			t.Run(kind+"/"+name, func(t *testing.T) {
+				t.Parallel()
 				ws := start(t)
 				mustFail(t, ws, 3, "smoke", func(w *World) error {
 					g, err := w.Group("all", everybody)
@@ -127,6 +128,7 @@ func awaitSleep(ws []*World) error {
 func TestCloseEndsWhoNeedsIt(t *testing.T) {
 	for kind, start := range kinds {
 		t.Run(kind, func(t *testing.T) {
+			t.Parallel()
 			ws := start(t)
 			errs := together(t, ws, func(w *World) error {
 				pair := []int{w.Rank() &^ 1, w.Rank() | 1}
@@ -169,6 +171,7 @@ func TestCloseEndsWhoNeedsIt(t *testing.T) {
 func TestCloseAfterTheLastOperation(t *testing.T) {
 	for kind, start := range kinds {
 		t.Run(kind, func(t *testing.T) {
+			t.Parallel()
 			for range 10 {
 				ws := start(t)
 				for i, err := range together(t, ws, func(w *World) error {
@@ -255,6 +258,7 @@ func TestMismatch(t *testing.T) {
 	} {
 		for kind, start := range kinds {
 			t.Run(kind+"/"+name, func(t *testing.T) {
+				t.Parallel()
 				ws := start(t)
 				for i, err := range together(t, ws, func(w *World) error {
 					g, err := w.Group("all", everybody)
@@ -293,6 +297,7 @@ func (device) Bytes() int { return 4 }
 func TestCircle(t *testing.T) {
 	for kind, start := range kinds {
 		t.Run(kind, func(t *testing.T) {
+			t.Parallel()
 			ws := start(t)
 			for i, err := range together(t, ws, func(w *World) error {
 				a, err := w.Group("a", everybody)
@@ -325,6 +330,7 @@ func TestCircle(t *testing.T) {
 func TestNoFalseCircle(t *testing.T) {
 	for kind, start := range kinds {
 		t.Run(kind, func(t *testing.T) {
+			t.Parallel()
 			ws := start(t)
 			r := newRand(5)
 			naps := make([][]time.Duration, len(ws))
@@ -360,6 +366,7 @@ func TestNoFalseCircle(t *testing.T) {
 func TestGroupLists(t *testing.T) {
 	for kind, start := range kinds {
 		t.Run(kind, func(t *testing.T) {
+			t.Parallel()
 			ws := start(t)
 			for i, err := range together(t, ws, func(w *World) error {
 				list := everybody

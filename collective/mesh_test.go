@@ -2,13 +2,10 @@ package collective
 
 import (
 	"context"
-	"fmt"
 	"net"
 	"slices"
 	"testing"
 	"time"
-
-	"baton/compute"
 )
 
 // mesh joins processes, each with the ranks that it is given, over loopback. It returns Worlds by rank.
@@ -72,30 +69,6 @@ func join(ctx context.Context, cfg MeshConfig) <-chan joined {
 		result <- joined{ws, err}
 	}()
 	return result
-}
-
-func TestMesh(t *testing.T) {
-	for _, processes := range [][][]int{{{0}, {1}}, {{0, 1}, {2, 3}}, {{0, 2}, {1, 3}}, {{3}, {2}, {1}, {0}}} {
-		t.Run(fmt.Sprint(processes), func(t *testing.T) {
-			ws := mesh(t, 0, processes...)
-			r := newRand(1)
-			n := len(ws)
-			for range 10 {
-				parts := make([]compute.Mat, n)
-				for i := range parts {
-					parts[i] = random(r, 3, 700)
-				}
-				want := tree(parts)
-				all(t, ws, func(w *World, g Group) error { return g.AllReduce(parts[w.Rank()]) })
-				for i := range parts {
-					if !slices.Equal(values(parts[i]), want) {
-						t.Fatalf("rank %d differs from the binary tree", i)
-					}
-				}
-			}
-			shut(t, ws)
-		})
-	}
 }
 
 // piped makes two processes of a rank each, connected without a network. Without both, the second one is as if stopped:

@@ -38,7 +38,7 @@ func drawProgram(t *rapid.T, size int) program {
 		p.groups = append(p.groups, r.Perm(size)[:1+r.IntN(size)])
 	}
 	p.groups = append(p.groups, r.Perm(size)[:1<<r.IntN(bitsOf(size))]) // one that can add
-	for range rapid.IntRange(1, 12).Draw(t, "steps") {
+	for range rapid.IntRange(1, 8).Draw(t, "steps") {
 		group := rapid.IntRange(0, len(p.groups)-1).Draw(t, "group")
 		o := op(rapid.IntRange(int(opAllReduce), int(opSend)).Draw(t, "op"))
 		n := len(p.groups[group])
@@ -240,6 +240,7 @@ func TestOperations(t *testing.T) {
 		"1+4+2+1, interleaved": func(tb testing.TB) []*World { return mesh(tb, 0, []int{4}, []int{0, 3, 5, 7}, []int{6, 2}, []int{1}) },
 	} {
 		t.Run(name, func(t *testing.T) {
+			t.Parallel()
 			var ws []*World
 			number := 0
 			rapid.Check(t, func(rt *rapid.T) {
