@@ -203,7 +203,10 @@ func (s *Server) renderChat(ctx context.Context, c *Chat) ([]int32, error) {
 
 // chatGeneration makes a request ready to run.
 func (s *Server) chatGeneration(ctx context.Context, r *chatRequest) (*generation, error) {
-	ids, err := s.renderChat(ctx, &r.chat)
+	ids, err := r.promptIDs, error(nil)
+	if ids == nil {
+		ids, err = s.renderChat(ctx, &r.chat)
+	}
 	if err != nil {
 		return nil, err
 	}

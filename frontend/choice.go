@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"unicode/utf8"
 
+	"baton/leg"
 	"baton/text"
 	"baton/wire"
 )
@@ -44,6 +45,9 @@ type choice struct {
 	finish     string // empty while it runs
 	stopToken  int32  // the request's own stop id that ended it, -1 otherwise
 	stopString string // or the stop string
+
+	held    legStream   // of a context leg, until the answer has gone out
+	sampled wire.Result // what a context leg ended with
 
 	promptLogprobs []tokenLogprob // in order of the prompt, the first without a value
 	pending        piece
@@ -119,6 +123,9 @@ func (c *choice) apply(res *wire.Result, tok Tokenizer) error {
 		c.stats = append(c.stats, *res.Stats)
 	}
 	c.complete = res.Finish != ""
+	if c.g.isLeg(leg.Context) {
+		c.sampled = *res
+	}
 	for i := range res.Tokens {
 		if c.finish != "" || c.g.maxTokens == 0 {
 			break
@@ -245,6 +252,10 @@ func (c *choice) settle(finish string) {
 func (c *choice) end(res *wire.Result) {
 	if c.g.maxTokens == 0 {
 		c.finish = wire.FinishLength
+		return
+	}
+	if res.Finish == leg.FinishNotFinished {
+		c.finish = res.Finish // the generation leg reads these tokens again
 		return
 	}
 	c.show(c.detok.Flush())

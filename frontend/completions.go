@@ -103,6 +103,9 @@ func firstElement(raw jsontext.Value) byte {
 const defaultMaxTokens = 16
 
 func (r *completionRequest) settle(withTokenizer bool) error {
+	if r.promptIDs != nil {
+		r.prompts, r.single = []prompt{{path: "prompt_token_ids", ids: r.promptIDs}}, true
+	}
 	if r.prompts == nil {
 		return invalid("prompt", "prompt is required: %s", promptShapes)
 	}

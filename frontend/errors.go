@@ -100,6 +100,8 @@ func fromRequestError(e *RequestError) *apiError {
 	switch e.Code {
 	case wire.CodeInvalid:
 		out.status, out.kind = http.StatusBadRequest, typeInvalid
+	case wire.CodeGone:
+		out.status, out.kind = http.StatusGone, typeInvalid
 	case wire.CodeUnavailable, wire.CodeEngineLost:
 		out.status, out.kind, out.retryAfter = http.StatusServiceUnavailable, typeUnavailable, 1
 	default:

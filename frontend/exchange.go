@@ -33,6 +33,9 @@ func (s *Server) routes() http.Handler {
 	route("POST", "/detokenize", s.detokenize)
 	route("GET", "/v1/models", s.models)
 	route("GET", "/v1/models/{model...}", s.model)
+	if s.cfg.ServerInfo != nil {
+		route("GET", "/server_info", s.serverInfo)
+	}
 	mux.HandleFunc("/", s.handle("other", func(x *exchange) error {
 		return &apiError{
 			status: http.StatusNotFound, kind: typeInvalid, code: "unknown_url",

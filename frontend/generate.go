@@ -20,6 +20,8 @@ type answer struct {
 	model   string
 	created int64
 	choices []*choice
+	// endpoint is where a generation leg's engine finds what a context leg left.
+	endpoint string
 }
 
 // newChoices makes the choices of all prompts. A prompt without a seed gets one of its own.
@@ -121,12 +123,12 @@ func (s *Server) pump(ctx context.Context, c *choice, updates chan<- update) {
 			return false
 		}
 	}
-	stream, err := s.backend.Submit(ctx, c.request())
+	stream, err := s.submit(ctx, c)
 	if err != nil {
 		send(update{err: err})
 		return
 	}
-	defer stream.Close()
+	defer c.settleStream(stream)
 	for {
 		result, err := stream.Next(ctx)
 		if errors.Is(err, io.EOF) {

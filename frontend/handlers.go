@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/rand"
 	"encoding/hex"
+	"encoding/json"
 	"errors"
 	"maps"
 	"net/http"
@@ -11,6 +12,7 @@ import (
 	"strings"
 	"time"
 
+	"baton/leg"
 	"baton/wire"
 )
 
@@ -77,15 +79,24 @@ func (s *Server) noModel(name string) error {
 
 // answer runs a generation and answers it, whole or as a stream.
 func (s *Server) answer(x *exchange, g *generation, idPrefix string) error {
+	if err := g.checkLeg(); err != nil {
+		return err
+	}
 	a := &answer{
 		generation: g, tok: s.tok, id: idPrefix + x.id, model: s.cfg.Model, created: time.Now().Unix(),
 		choices: s.newChoices(g),
 	}
+	if g.isLeg(leg.Context) {
+		a.endpoint = s.legs.Server.Address()
+	}
+	defer a.closeStates()
 	var err error
 	if g.stream {
 		err = s.stream(x, a)
 	} else if err = s.run(x.ctx, a, func(*choice, bool) error { return nil }); err == nil {
-		err = x.json(a.appendWhole(nil))
+		body := a.appendWhole(nil)
+		a.keepState()
+		err = x.json(body)
 	}
 	err = g.blame(err)
 	u := a.usage()
@@ -167,6 +178,15 @@ func (s *Server) appendMaxModelLen(ctx context.Context, b []byte) []byte {
 		return append(b, "null"...)
 	}
 	return appendInt(b, n)
+}
+
+// serverInfo shows what runs here.
+func (s *Server) serverInfo(x *exchange) error {
+	body, err := json.Marshal(s.cfg.ServerInfo())
+	if err != nil {
+		return err
+	}
+	return x.json(body)
 }
 
 // statusTimeout bounds the wait for the backend's word about itself.

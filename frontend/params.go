@@ -48,6 +48,9 @@ type params struct {
 	tokensAsIDs    bool // token strings in logprobs are "token_id:N"
 	returnHandoff  bool
 	session, salt  string
+
+	promptIDs []int32    // the prompt as ids, beside messages or text; nil when not given
+	leg       *legParams // nil for a whole request
 }
 
 func newParams(limits *Limits) params {
@@ -101,6 +104,9 @@ var commonFields = map[string]setter{
 	"return_handoff":             boolean(func(p *params) *bool { return &p.returnHandoff }),
 	"cache_salt":                 func(p *params, v value) (err error) { p.salt, err = v.textOf(maxLabelBytes); return },
 	"conversation_params":        setConversation,
+	"disaggregated_params":       setLeg,
+	"prompt_token_ids":           setPromptIDs,
+	"prompt_token_ids_b64":       setPromptIDsB64,
 }
 
 func float(field func(*params) *float32, low, high float64, want string) setter {

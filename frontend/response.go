@@ -52,6 +52,7 @@ func (a *answer) appendWhole(b []byte) []byte {
 	b = append(b, `],"usage":`...)
 	b = a.usage().append(b)
 	b = a.appendPrompt(b, a.choices[0])
+	b = a.appendLegPrompt(b)
 	return append(b, '}')
 }
 
@@ -160,6 +161,7 @@ func (a *answer) appendDetails(b []byte, c *choice) []byte {
 	if !a.chat && !c.announced {
 		b = a.appendPromptDetails(b, c)
 	}
+	b = a.appendLeg(b, c)
 	if a.returnHandoff && c.finish != "" {
 		b = append(b, `,"handoff":`...)
 		b = appendHandoff(b, c.stats, c.complete)

@@ -31,6 +31,8 @@ type Config struct {
 	APIKeys APIKeys
 	// Limits bound what a request may ask for; zero fields have defaults.
 	Limits Limits
+	// ServerInfo is what /server_info shows, as JSON; nil for no such endpoint.
+	ServerInfo func() any
 	// Seed makes the seeds of requests that bring none repeatable: a sequence, in order of arrival. With nil
 	// they are unpredictable.
 	Seed *uint64
@@ -54,6 +56,8 @@ type Limits struct {
 	MaxLogprobs int   // alternatives a token; default 20
 	VocabSize   int   // ids of a prompt are below it; 0 leaves the check to the backend
 	MaxModelLen int   // tokens of prompt and answer; 0 leaves the check to the backend
+
+	legs bool // single legs are taken
 }
 
 func (l *Limits) setDefaults() {
@@ -105,6 +109,7 @@ func (c *Config) setDefaults() error {
 type Server struct {
 	cfg     Config
 	backend Backend
+	legs    Legs // the backend, if it takes single legs
 	tok     Tokenizer
 	log     *slog.Logger
 	metrics *metrics
@@ -132,6 +137,7 @@ func New(cfg Config) (*Server, error) {
 	if s.tok == nil {
 		s.tok = idTokenizer{}
 	}
+	s.legs, s.cfg.Limits.legs = cfg.Backend.(Legs)
 	var err error
 	if s.metrics, err = newMetrics(cfg.Registry); err != nil {
 		return nil, fmt.Errorf("frontend: registering metrics: %w", err)

@@ -1,0 +1,216 @@
+package leg
+
+import (
+	"container/list"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"sync"
+	"time"
+
+	"baton/wire"
+)
+
+// kindLink is how a link introduces itself.
+const kindLink = "link"
+
+// outgoing is a link that this side opens: what is to be sent waits until it is open.
+type outgoing struct {
+	conn    *wire.Conn     // nil while it is being opened
+	waiting []wire.Message // until then
+	cancel  context.CancelFunc
+}
+
+// ask sends a message to a source, over the link to it or a new one. The lock is held.
+func (s *Server) ask(address string, m wire.Message) {
+	o := s.sources[address]
+	if o == nil {
+		o = &outgoing{}
+		var ctx context.Context
+		ctx, o.cancel = context.WithCancel(s.ctx)
+		s.sources[address] = o
+		s.workers.Go(func() { s.follow(ctx, address, o) })
+	}
+	if o.conn == nil {
+		o.waiting = append(o.waiting, m)
+		return
+	}
+	s.send(o.conn, m)
+}
+
+// hangUp ends the link to a source, after what was to be sent. The lock is held.
+func (s *Server) hangUp(address string) {
+	o := s.sources[address]
+	if o == nil {
+		return
+	}
+	delete(s.sources, address)
+	o.cancel()
+	if conn := o.conn; conn != nil {
+		s.workers.Go(func() { conn.Close() })
+	}
+}
+
+// follow opens a link and reads from it until it ends.
+func (s *Server) follow(ctx context.Context, address string, o *outgoing) {
+	defer o.cancel()
+	conn, err := s.dial(ctx, address)
+	if err == nil {
+		defer conn.Close()
+		err = s.converse(address, o, conn)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.sources[address] != o {
+		return // it was hung up
+	}
+	delete(s.sources, address)
+	if !s.closed {
+		s.log.Warn("a link to another engine ended", "address", address, "error", err)
+		s.run(SourceGone{address, err})
+	}
+}
+
+func (s *Server) dial(ctx context.Context, address string) (*wire.Conn, error) {
+	if s.cfg.Permit != nil {
+		if err := s.cfg.Permit(address); err != nil {
+			return nil, err
+		}
+	}
+	name := s.cfg.Core.Engines[0]
+	conn, _, err := wire.Dial(ctx, "tcp", address, wire.Connect{Kind: kindLink, Name: name, Incarnation: s.cfg.Core.Incarnation}, s.cfg.Dial)
+	return conn, err
+}
+
+// converse sends what waited for the link, then reads.
+func (s *Server) converse(address string, o *outgoing, conn *wire.Conn) error {
+	s.mu.Lock()
+	if s.sources[address] != o {
+		s.mu.Unlock()
+		return ErrClosed
+	}
+	o.conn = conn
+	for _, m := range o.waiting {
+		s.send(conn, m)
+	}
+	o.waiting = nil
+	s.mu.Unlock()
+	return s.receive(conn, func(m wire.Message) Event { return SourceSaid{address, m} })
+}
+
+// Serve accepts links of other engines until ctx ends or the server is closed, and closes the listener. Its error says
+// why accepting failed, and is nil after either end.
+func (s *Server) Serve(ctx context.Context, l net.Listener) error {
+	defer l.Close()
+	defer context.AfterFunc(ctx, func() { l.Close() })()
+	defer context.AfterFunc(s.ctx, func() { l.Close() })()
+	for pause := time.Duration(0); ; {
+		nc, err := l.Accept()
+		switch {
+		case err == nil:
+			pause = 0
+			s.accepted(nc)
+		case ctx.Err() != nil || s.ctx.Err() != nil:
+			return nil
+		case errors.Is(err, net.ErrClosed):
+			return fmt.Errorf("leg: accept: %w", err)
+		default: // out of descriptors, most likely: others may free some
+			pause = min(max(2*pause, 5*time.Millisecond), time.Second)
+			s.log.Warn("accept failed", "error", err, "retry", pause)
+			select {
+			case <-time.After(pause):
+			case <-ctx.Done():
+			case <-s.ctx.Done():
+			}
+		}
+	}
+}
+
+// accepted gives a connection of a listener its goroutine.
+func (s *Server) accepted(nc net.Conn) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		nc.Close()
+		return
+	}
+	leave := s.strangers.enter(nc)
+	s.workers.Go(func() { s.welcome(nc, leave) })
+}
+
+// welcome waits for a connection's introduction and serves it.
+func (s *Server) welcome(nc net.Conn, leave func()) {
+	admit := func(hello wire.Connect) error {
+		if hello.Kind != kindLink {
+			return fmt.Errorf("this is the port on which an engine that is served over HTTP hands over KV; a %.20q has no business here", hello.Kind)
+		}
+		return nil
+	}
+	conn, hello, err := wire.Accept(s.ctx, nc, wire.ConnectAck{Incarnation: s.cfg.Core.Incarnation}, admit, s.cfg.Accept)
+	leave()
+	if err != nil {
+		s.strangers.refused(nc.RemoteAddr(), err)
+		return
+	}
+	defer conn.Close()
+	s.mu.Lock()
+	if s.closed || len(s.links) >= s.cfg.MaxLinks {
+		s.mu.Unlock()
+		s.strangers.refused(nc.RemoteAddr(), fmt.Errorf("%d links are open, as many as may", s.cfg.MaxLinks))
+		return
+	}
+	s.last++
+	link := s.last
+	s.links[link] = conn
+	s.mu.Unlock()
+	err = s.receive(conn, func(m wire.Message) Event { return ReaderSaid{link, m} })
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.links, link)
+	if !s.closed {
+		s.log.Debug("a reader's link ended", "reader", hello.Name, "error", err)
+		s.run(ReaderGone{link})
+	}
+}
+
+// strangers are the connections that have not introduced themselves. When there are too many the oldest is closed: an
+// engine that connects while somebody floods the port is young, and introduces itself within milliseconds.
+type strangers struct {
+	limit int
+	log   *slog.Logger
+
+	mu     sync.Mutex
+	conns  list.List // of net.Conn, oldest first
+	quiet  int       // refusals since the last line about one
+	logged time.Time
+}
+
+// enter admits a connection; leave must be called when it is a stranger no more.
+func (s *strangers) enter(nc net.Conn) (leave func()) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.conns.Len() >= s.limit {
+		_ = s.conns.Remove(s.conns.Front()).(net.Conn).Close()
+	}
+	e := s.conns.PushBack(nc)
+	return func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.conns.Remove(e) // of no effect on one that was closed for room
+	}
+}
+
+// refused logs why a connection was refused, one a second: strangers do not fill the log.
+func (s *strangers) refused(peer net.Addr, err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	now := time.Now()
+	if now.Sub(s.logged) < time.Second {
+		s.quiet++
+		return
+	}
+	s.log.Warn("connection refused", "peer", peer, "error", err, "others", s.quiet)
+	s.logged, s.quiet = now, 0
+}
