@@ -7,6 +7,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"baton/checkpoint"
 	"baton/coordinator"
 	"baton/engine"
 	"baton/frontend"
@@ -235,6 +236,15 @@ type inspectCmd struct {
 	Shards string `placeholder:"SPEC" help:"Also check a shard layout."`
 }
 
+// attentionLine says what heads a model has, and what it caches.
+func attentionLine(s checkpoint.Spec) string {
+	if _, _, cached := s.Cache(); s.Latent.Rank > 0 {
+		return fmt.Sprintf("%d heads of dimension %d, values %d, over a latent of %d; %d numbers a token and layer in the cache",
+			s.Heads, s.HeadDim, s.Latent.Value, s.Latent.Rank, cached)
+	}
+	return fmt.Sprintf("%d heads, %d KV heads, head dimension %d", s.Heads, s.KVHeads, s.HeadDim)
+}
+
 func (c *inspectCmd) Run(env *environment) error {
 	m, err := modelFlags{Model: c.Model}.open(env.log)
 	if err != nil {
@@ -243,11 +253,15 @@ func (c *inspectCmd) Run(env *environment) error {
 	defer m.Close()
 	s := m.Spec
 	fmt.Fprintf(env.stdout, "%s\n  family        %s\n  parameters    %d in %s (%s)\n  layers        %d, hidden %d, MLP %d\n"+
-		"  attention     %d heads, %d KV heads, head dimension %d\n  vocabulary    %d\n  context       %d tokens\n",
+		"  attention     %s\n  vocabulary    %d\n  context       %d tokens\n",
 		c.Model, s.Family, m.Parameters(), humanBytes(m.Bytes()), s.WeightType, s.Layers, s.HiddenSize, s.Intermediate,
-		s.Heads, s.KVHeads, s.HeadDim, s.VocabSize, s.MaxPositions)
+		attentionLine(s), s.VocabSize, s.MaxPositions)
 	if e := s.Experts; e.Count > 0 {
-		fmt.Fprintf(env.stdout, "  experts       %d of %d a token, MLP %d\n", e.TopK, e.Count, e.Intermediate)
+		fmt.Fprintf(env.stdout, "  experts       %d of %d a token, MLP %d", e.TopK, e.Count, e.Intermediate)
+		if e.Shared > 0 {
+			fmt.Fprintf(env.stdout, ", shared MLP %d", e.Shared)
+		}
+		fmt.Fprintln(env.stdout)
 	}
 	if c.Shards == "" {
 		return nil
