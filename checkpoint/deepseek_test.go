@@ -1,6 +1,7 @@
 package checkpoint_test
 
 import (
+	"errors"
 	"fmt"
 	"math"
 	"slices"
@@ -9,6 +10,7 @@ import (
 
 	"baton/checkpoint"
 	"baton/internal/modelfile"
+	"baton/layout"
 	"baton/tensor"
 )
 
@@ -261,6 +263,32 @@ func TestDeepSeekRefusals(t *testing.T) {
 		}
 		_, err := checkpoint.Open(folder(t, deepSeekConfig().with(c.changes), tensors))
 		checkError(t, name, err, c.kind, c.want)
+	}
+}
+
+// Shared experts are split over the ranks that split a layer, and what they sum must come out even.
+func TestSharedExpertsOverRanks(t *testing.T) {
+	tensors := deepSeekTensors()
+	for i, x := range tensors {
+		if shape := slices.Clone(x.Shape); strings.Contains(x.Name, "shared_experts") {
+			shape[slices.Index(shape, 6)] = 3
+			tensors[i] = modelfile.Floats(x.Name, tensor.F32, make([]float32, 24), shape...)
+		}
+	}
+	c := open(t, folder(t, deepSeekConfig().with(config{"n_shared_experts": 1}), tensors))
+	for spec, want := range map[string]string{
+		"tp=2,ep=2,expt_tp=1": "tp: layer 2: the shared experts' 3 columns (f32) are summed in 1 parts, which 2 ranks cannot share",
+		"dp=2,ep=2":           "",
+	} {
+		shards, err := layout.ParseShards(spec)
+		if err != nil {
+			t.Fatal(err)
+		}
+		err = c.CheckShard(shards[0])
+		var e *checkpoint.ShardError
+		if (err == nil) != (want == "") || err != nil && (!errors.As(err, &e) || !strings.Contains(err.Error(), want)) {
+			t.Errorf("%s: %v, want %q", spec, err, want)
+		}
 	}
 }
 
