@@ -2,6 +2,8 @@ package collective
 
 import (
 	"fmt"
+	"io"
+	"net"
 	"syscall"
 	"testing"
 
@@ -85,5 +87,49 @@ func BenchmarkBarrier(b *testing.B) {
 				})
 			})
 		}
+	}
+}
+
+// BenchmarkBareExchange is the bound for AllReduce over TCP among two: both send so many bytes and read the
+// other's.
+func BenchmarkBareExchange(b *testing.B) {
+	for _, rows := range []int{1, 64, 512} {
+		b.Run(fmt.Sprintf("%dx2048", rows), func(b *testing.B) {
+			ln := listen(b)
+			defer ln.Close()
+			here, err := net.Dial("tcp", ln.Addr().String())
+			if err != nil {
+				b.Fatal(err)
+			}
+			defer here.Close()
+			there, err := ln.Accept()
+			if err != nil {
+				b.Fatal(err)
+			}
+			defer there.Close()
+			ends := []net.Conn{here, there}
+			b.SetBytes(int64(rows * 2048 * 4))
+			ws := Local(2)
+			defer shut(b, ws)
+			timed(b, ws, func(w *World, _ Group) error {
+				conn, out, in := ends[w.Rank()], make([]byte, rows*2048*4), make([]byte, rows*2048*4)
+				read := make(chan error)
+				go func() {
+					for range b.N {
+						_, err := io.ReadFull(conn, in)
+						read <- err
+					}
+				}()
+				for range b.N {
+					if _, err := conn.Write(out); err != nil {
+						return err
+					}
+					if err := <-read; err != nil {
+						return err
+					}
+				}
+				return nil
+			})
+		})
 	}
 }

@@ -70,7 +70,7 @@ func each(m compute.Mat, do func(*float32)) {
 
 // values lists a matrix's bits.
 func values(m compute.Mat) []uint32 {
-	var v []uint32
+	v := make([]uint32, 0, m.Rows*m.Cols)
 	each(m, func(p *float32) { v = append(v, math.Float32bits(*p)) })
 	return v
 }

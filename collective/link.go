@@ -27,6 +27,8 @@ type link struct {
 	torn    bool          // a frame was cut short: nothing can follow it
 	known   map[uint32]bool
 	scratch []byte
+	parts   net.Buffers
+	space   [2][]byte // of parts
 
 	theirs   map[uint32]*group // by the other's numbers; guarded by process.mu
 	writeErr atomic.Pointer[error]
@@ -131,15 +133,21 @@ func (l *link) finish() {
 func (l *link) body(h header, body []byte) error {
 	h.rows = len(body)
 	l.scratch = append(appendHeader(l.scratch[:0], h), body...)
-	return l.write(l.scratch)
+	return l.write(l.scratch, nil)
 }
 
-// write writes part of a frame; the caller holds the lock.
-func (l *link) write(b []byte) error {
+// write writes part of a frame, which lies in two places; the caller holds the lock.
+func (l *link) write(b, more []byte) error {
 	if l.torn {
 		return net.ErrClosed
 	}
-	_, err := l.conn.Write(b)
+	var err error
+	if len(more) == 0 {
+		_, err = l.conn.Write(b)
+	} else {
+		l.parts = append(l.space[:0], b, more)
+		_, err = l.parts.WriteTo(l.conn)
+	}
 	if err != nil {
 		l.torn = true
 		l.writeErr.CompareAndSwap(nil, &err)
@@ -210,28 +218,25 @@ func (l *link) sendData(g *group, k laneKey, c call, taken uint64, v view) error
 // data writes a message, collecting rows that are not large.
 func (l *link) data(h header, v view) error {
 	b := appendHeader(l.scratch[:0], h)
+	defer func() { l.scratch = b[:0] }()
 	if v.elements() > 0 && v.dense() {
 		v = v.flat()
 	}
 	for i := 0; i < v.rows && v.cols > 0; i++ {
 		row := asBytes(v.row(i))
-		if len(b)+len(row) > packBytes && len(b) > 0 {
-			if err := l.write(b); err != nil {
-				return err
-			}
-			b = b[:0]
-		}
-		if len(row) <= packBytes {
+		if len(b)+len(row) <= packBytes {
 			b = append(b, row...)
-		} else if err := l.write(row); err != nil {
+			continue
+		}
+		if err := l.write(b, row); err != nil {
 			return err
 		}
+		b = b[:0]
 	}
-	l.scratch = b
 	if len(b) == 0 {
 		return nil
 	}
-	return l.write(b)
+	return l.write(b, nil)
 }
 
 func asBytes(f []float32) []byte {

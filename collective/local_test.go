@@ -9,26 +9,31 @@ import (
 	"baton/compute"
 )
 
+// TestAllReduceIsTheBinaryTree adds matrices of all sizes: some that are summed in one piece, in many, or by halves.
 func TestAllReduceIsTheBinaryTree(t *testing.T) {
-	for _, n := range []int{1, 2, 4, 8} {
-		t.Run(fmt.Sprint(n), func(t *testing.T) {
-			ws := Local(n)
-			defer shut(t, ws)
-			r := newRand(n)
-			for _, s := range []shape{{1, 1}, {1, 2048}, {3, 17}, {5, 700}, {0, 4}} {
-				parts := make([]compute.Mat, n)
-				for i := range parts {
-					parts[i] = random(r, s.rows, s.cols)
-				}
-				want := tree(parts)
-				all(t, ws, func(w *World, g Group) error { return g.AllReduce(parts[w.Rank()]) })
-				for i := range parts {
-					if !slices.Equal(values(parts[i]), want) {
-						t.Fatalf("%v: rank %d differs from the binary tree", s, i)
+	shapes := []shape{{0, 4}, {1, 1}, {3, 17}, {1, 2048}, {5, 700}, {3, halveElements/3 + 1}, {9, halveElements/9 + 1}}
+	for _, n := range []int{2, 4, 8} {
+		for where, start := range layouts(n) {
+			t.Run(fmt.Sprint(n, " ", where), func(t *testing.T) {
+				t.Parallel()
+				ws := start(t)
+				defer shut(t, ws)
+				r := newRand(n)
+				for _, s := range shapes {
+					parts := make([]compute.Mat, n)
+					for i := range parts {
+						parts[i] = random(r, s.rows, s.cols)
+					}
+					want := tree(parts)
+					all(t, ws, func(w *World, g Group) error { return g.AllReduce(parts[w.Rank()]) })
+					for i := range parts {
+						if !slices.Equal(values(parts[i]), want) {
+							t.Fatalf("%v: rank %d differs from the binary tree", s, i)
+						}
 					}
 				}
-			}
-		})
+			})
+		}
 	}
 }
 
