@@ -1,6 +1,8 @@
 package engine
 
 import (
+	"sync"
+
 	"github.com/prometheus/client_golang/prometheus"
 
 	"baton/wire"
@@ -22,6 +24,10 @@ type Metrics struct {
 	transfer   *prometheus.HistogramVec
 	handoff    *prometheus.HistogramVec
 	evictions  *prometheus.CounterVec
+
+	mu    sync.Mutex // of what the aliases show
+	names []string
+	loads map[string]engineLoad
 }
 
 // NewMetrics registers the engines' series.
@@ -37,6 +43,7 @@ func NewMetrics(reg prometheus.Registerer) *Metrics {
 		return prometheus.NewHistogramVec(prometheus.HistogramOpts{Namespace: "baton", Name: name, Help: help, Buckets: buckets}, labels)
 	}
 	m := &Metrics{
+		loads:      map[string]engineLoad{},
 		requests:   gauge("engine_requests", "Requests on the engine by state: waiting, prefill, exported, importing, admission, decode, short (of those in decode, without room for the next token), quarantined.", "engine", "state"),
 		blocks:     gauge("engine_kv_blocks", "KV blocks by state: free, cached (reusable), used.", "engine", "state"),
 		tokens:     counter("engine_tokens_total", "Tokens by kind: computed and cached prompt tokens, generated tokens.", "engine", "kind"),
@@ -141,6 +148,7 @@ func (m engineMetrics) gauge(c *Core) {
 		m.all.requests.WithLabelValues(m.name, state).Set(float64(n))
 	}
 	p := c.Pool().Stats()
+	m.all.note(m.name, engineLoad{load: l, pool: p, blockSize: c.config.BlockSize})
 	for state, n := range map[string]int{"free": p.Free, "cached": p.Cached, "used": p.InUse} {
 		m.all.blocks.WithLabelValues(m.name, state).Set(float64(n))
 	}

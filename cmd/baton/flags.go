@@ -37,7 +37,7 @@ type engineFlags struct {
 	BlockSize     int       `default:"32" help:"Tokens a KV block; a multiple of 16."`
 	KVMemory      byteCount `name:"kv-memory" placeholder:"SIZE" help:"KV cache of each engine, such as 512MiB or 4GiB. Default: enough for --max-requests sequences of full length, at most 2GiB."`
 	KVDtype       string    `name:"kv-dtype" enum:"auto,f32,bf16" default:"auto" help:"Element type of the KV cache. auto: f32 for f32 checkpoints, else bf16."`
-	Continuation  int       `default:"4" help:"KV blocks set aside for the new tokens of a request when it begins; more are taken as they are needed, and requests may have to wait or start over for them. -1: all that it may need."`
+	Continuation  int       `placeholder:"N" help:"KV blocks set aside for the new tokens of a request when it begins; more are taken as they are needed, and requests may have to wait or start over for them. -1: all that it may need. Default: 4, or -1 for decode engines with --http."`
 	MaxRequests   int       `default:"64" help:"Requests an engine works on at a time."`
 	MaxTokens     int       `default:"512" help:"Tokens of one step; longer prompts are computed in chunks."`
 	MaxSeqLen     int       `placeholder:"N" help:"Longest prompt plus answer, in tokens. Default: what the model was made for."`

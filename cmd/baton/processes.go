@@ -79,8 +79,9 @@ type engineCmd struct {
 	tlsFlags
 	peerFlags
 	rankFlags
+	legFlags
 	Role         string `enum:"prefill,decode,both" default:"both" help:"What the engine does: ${enum}."`
-	Coordinator  string `default:"127.0.0.1:7000" placeholder:"ADDR" help:"Address of the coordinator. Default: ${default}."`
+	Coordinator  string `placeholder:"ADDR" help:"Address of the coordinator. Default: 127.0.0.1:7000. Not with --http."`
 	Name         string `placeholder:"NAME" help:"Name of the engine, unique at its coordinator. Default: the role and a random number."`
 	TransferHost string `default:"127.0.0.1" placeholder:"HOST" help:"Address at which other hosts reach this one's KV (tcp, tcp-push) and ranks."`
 	Metrics      string `placeholder:"ADDR" help:"Also serve /metrics at this address."`
@@ -99,15 +100,24 @@ func (c *engineCmd) Run(env *environment) error {
 	if err != nil {
 		return err
 	}
-	if err := sec.reach("--coordinator", c.Coordinator); err != nil {
+	if c.Coordinator, err = c.settle(c.Coordinator); err != nil {
 		return err
+	}
+	if c.Coordinator != "" {
+		if err := sec.reach("--coordinator", c.Coordinator); err != nil {
+			return err
+		}
 	}
 	if c.Transfer != shm.Name && c.Role != wire.RoleBoth {
 		if err := sec.transfer("--transfer-host", c.TransferHost); err != nil {
 			return err
 		}
 	}
-	model, err := c.open(env.log)
+	open := c.open
+	if c.HTTP != "" {
+		open = c.openText
+	}
+	model, err := open(env.log)
 	if err != nil {
 		return err
 	}
@@ -117,6 +127,8 @@ func (c *engineCmd) Run(env *environment) error {
 	base.Logger, base.Metrics, base.TransferHost = env.log, engine.NewMetrics(reg), c.TransferHost
 	base.TransferTLS = sec.id
 	base.Role, base.Name, base.Shard, base.Placement = c.Role, c.engineName(), shape, placement
+	c.apply(&base)
+	reg.MustRegister(base.Metrics.Aliases(c.name()))
 	if placement != nil {
 		if err := sec.reach("--leader", c.Leader); err != nil {
 			return err
@@ -133,6 +145,10 @@ func (c *engineCmd) Run(env *environment) error {
 	shard, err := engine.Open(env.ctx, base)
 	if err != nil {
 		return err
+	}
+	if c.HTTP != "" {
+		h := &httpEngine{engineCmd: c, env: env, sec: sec, model: model, shard: shard, base: base, reg: reg}
+		return h.run()
 	}
 	env.started()
 	group, ctx := errgroup.WithContext(env.ctx)
