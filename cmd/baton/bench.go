@@ -126,6 +126,7 @@ func (c *benchCmd) Run(env *environment) (err error) {
 		config.Progress = func(s loadgen.Snapshot) { fmt.Fprintf(status, "\r\x1b[K%s", s) }
 		defer fmt.Fprint(status, "\r\x1b[K")
 	}
+	env.started() // it reports what it has measured even when it is interrupted
 	report, err := loadgen.Run(env.ctx, config)
 	if report == nil {
 		return err

@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"os"
 	"slices"
 	"strings"
 	"sync"
@@ -64,10 +63,10 @@ func (c *crowd) undisturbed(model string) {
 func (p *part) exit(t *testing.T, within time.Duration) int {
 	t.Helper()
 	select {
-	case <-p.stopped:
-		return p.cmd.ProcessState.ExitCode()
+	case <-p.Done():
+		return p.ExitCode()
 	case <-time.After(within):
-		t.Fatalf("%v still runs after %v:\n%s", p.cmd.Args, within, p.out)
+		t.Fatalf("%v still runs after %v:\n%s", p.args, within, p.Log.Tail())
 		return -1
 	}
 }
@@ -83,15 +82,15 @@ func TestSigtermDrains(t *testing.T) {
 				[]string{wire.RolePrefill, wire.RoleDecode, wire.RoleDecode}, "--kv-memory=256MiB")
 			c := f.gather(t, 8, 400)
 			leaving := f.parts["decode2"]
-			if err := leaving.cmd.Process.Signal(syscall.SIGTERM); err != nil {
+			if err := leaving.Signal(syscall.SIGTERM); err != nil {
 				t.Fatal(err)
 			}
 			if code := leaving.exit(t, 40*time.Second); code != 0 {
-				t.Errorf("decode2 ended with %d:\n%s", code, leaving.out)
+				t.Errorf("decode2 ended with %d:\n%s", code, leaving.Log.Tail())
 			}
 			c.undisturbed("qwen3")
-			if moved := strings.Contains(f.parts["coordinator"].out.String(), "runs again"); moved != tc.moves {
-				t.Errorf("streams moved: %v, want %v\n%s", moved, tc.moves, f.parts["coordinator"].out)
+			if moved := strings.Contains(f.parts["coordinator"].Log.Tail(), "runs again"); moved != tc.moves {
+				t.Errorf("streams moved: %v, want %v\n%s", moved, tc.moves, f.parts["coordinator"].Log.Tail())
 			}
 		})
 	}
@@ -102,16 +101,20 @@ func TestStoppedEngineIsFenced(t *testing.T) {
 	f := processes(t, goldenPath("qwen3"), []string{wire.RolePrefill, wire.RoleDecode, wire.RoleDecode}, "--kv-memory=256MiB")
 	c := f.gather(t, 8, 600)
 	sleeper := f.parts["decode2"]
-	if err := sleeper.cmd.Process.Signal(syscall.SIGSTOP); err != nil {
+	if err := sleeper.Signal(syscall.SIGSTOP); err != nil {
 		t.Fatal(err)
 	}
-	defer func() { _ = sleeper.cmd.Process.Signal(syscall.SIGCONT) }() // whatever happens, it must be able to end
-	f.parts["coordinator"].out.await(t, `(decode2 is gone)`, f.parts["coordinator"].stopped)
-	if err := sleeper.cmd.Process.Signal(syscall.SIGCONT); err != nil {
+	defer func() { _ = sleeper.Signal(syscall.SIGCONT) }() // whatever happens, it must be able to end
+	f.parts["coordinator"].await(t, `(decode2 is gone)`)
+	if err := sleeper.Signal(syscall.SIGCONT); err != nil {
 		t.Fatal(err)
 	}
 	c.undisturbed("qwen3")
-	sleeper.out.await(t, `registered(?s:.*)(registered)`, sleeper.stopped)
+	for deadline := time.Now().Add(30 * time.Second); strings.Count(sleeper.Log.Tail(), "msg=registered") < 2; time.Sleep(5 * time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatalf("it did not register again:\n%s", sleeper.Log.Tail())
+		}
+	}
 }
 
 // The death of the only prefill engine delays what is not computed yet; a new one takes it up.
@@ -130,11 +133,11 @@ func TestPrefillEngineDiesAndReturns(t *testing.T) {
 	}()
 	victim := f.parts["prefill1"]
 	time.Sleep(100 * time.Millisecond) // about the middle of the long prompt; any moment will do
-	if err := victim.cmd.Process.Kill(); err != nil {
+	if err := victim.Kill(); err != nil {
 		t.Fatal(err)
 	}
 	victim.exit(t, 5*time.Second)
-	start(t, victim.cmd.Args[1:]...)
+	start(t, victim.args...)
 	running.undisturbed("qwen3")
 	if err := <-late; err != nil {
 		t.Fatalf("the prompt that was being computed: %v", err)
@@ -151,8 +154,8 @@ func TestCoordinatorDiesAndReturns(t *testing.T) {
 	f := processes(t, goldenPath("qwen3"), []string{wire.RolePrefill, wire.RoleDecode}, "--kv-memory=256MiB")
 	c := f.gather(t, 4, 3000)
 	hub := f.parts["coordinator"]
-	addr := hub.out.await(t, `coordinator at (\S+)`, hub.stopped)
-	if err := hub.cmd.Process.Kill(); err != nil {
+	addr := hub.await(t, `coordinator at (\S+)`)
+	if err := hub.Kill(); err != nil {
 		t.Fatal(err)
 	}
 	hub.exit(t, 5*time.Second)
@@ -171,7 +174,7 @@ func TestCoordinatorDiesAndReturns(t *testing.T) {
 		if strings.HasPrefix(name, "coordinator") || name == "frontend" {
 			continue
 		}
-		url := strings.TrimSuffix(p.out.await(t, `address=(\S+)`, p.stopped), "/metrics")
+		url := strings.TrimSuffix(p.await(t, `address=(\S+)`), "/metrics")
 		awaitZero(t, url, name)
 	}
 }
@@ -205,12 +208,12 @@ func TestFrontendDies(t *testing.T) {
 	for range 4 {
 		<-begun
 	}
-	if err := f.parts["frontend"].cmd.Process.Signal(os.Kill); err != nil {
+	if err := f.parts["frontend"].Signal(syscall.SIGKILL); err != nil {
 		t.Fatal(err)
 	}
 	wg.Wait()
 	for _, name := range []string{"prefill1", "decode2"} {
 		p := f.parts[name]
-		awaitZero(t, strings.TrimSuffix(p.out.await(t, `address=(\S+)`, p.stopped), "/metrics"), name)
+		awaitZero(t, strings.TrimSuffix(p.await(t, `address=(\S+)`), "/metrics"), name)
 	}
 }

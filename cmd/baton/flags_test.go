@@ -38,7 +38,7 @@ func TestRefusedCommandLines(t *testing.T) {
 		{"frontend --model x --tool-parser magic", 2, "--tool-parser"},
 		{"frontend --model x --peer-timeout 0", 2, "--peer-timeout"},
 		{"engine --model x --coordinator foo", 1, "--coordinator foo is not an address"},
-		{"engine --model x --shard=dp=4096", 1, "at most 64 ranks"},
+		{"engine --model x --shard=dp=4096", 1, "must be one shard of at most"},
 		{"engine --model x --role cook", 2, "--role"},
 	} {
 		var out, log bytes.Buffer

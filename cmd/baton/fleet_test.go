@@ -1,22 +1,22 @@
 package main
 
 import (
-	"bufio"
 	"bytes"
 	"cmp"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"regexp"
 	"strings"
-	"sync"
 	"testing"
 	"time"
+
+	"baton/internal/rig"
 )
 
 // TestMain lets the test binary stand in for bin/baton, so that fleets of real processes can be started.
@@ -25,42 +25,6 @@ func TestMain(m *testing.M) {
 		os.Exit(run(os.Args[1:], os.Stdout, os.Stderr))
 	}
 	os.Exit(m.Run())
-}
-
-// output collects what a part prints and lets a test wait for a line.
-type output struct {
-	mu   sync.Mutex
-	text bytes.Buffer
-}
-
-func (o *output) Write(p []byte) (int, error) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	return o.text.Write(p)
-}
-
-func (o *output) String() string {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	return o.text.String()
-}
-
-// await waits for a match and returns its first group.
-func (o *output) await(t *testing.T, pattern string, stopped <-chan struct{}) string {
-	t.Helper()
-	re := regexp.MustCompile(pattern)
-	for deadline := time.Now().Add(30 * time.Second); time.Now().Before(deadline); time.Sleep(5 * time.Millisecond) {
-		if m := re.FindStringSubmatch(o.String()); m != nil {
-			return m[1]
-		}
-		select {
-		case <-stopped:
-			t.Fatalf("it stopped before it printed %q:\n%s", pattern, o)
-		default:
-		}
-	}
-	t.Fatalf("no %q within 30 s in:\n%s", pattern, o)
-	return ""
 }
 
 // fleet is something that serves at url.
@@ -73,16 +37,18 @@ type fleet struct {
 
 // part is one process of a fleet.
 type part struct {
-	cmd     *exec.Cmd
-	out     *output
-	stopped chan struct{}
+	*rig.Process
+	args []string
 }
+
+// theTest is the test binary as bin/baton.
+var theTest = rig.Command{Path: os.Args[0], Env: []string{"BATON_TEST_AS_MAIN=1"}}
 
 // serve starts everything in this process.
 func serve(t *testing.T, model string, flags ...string) *fleet {
 	t.Helper()
 	ctx, cancel := context.WithCancel(t.Context())
-	out, log, stopped := &output{}, &output{}, make(chan struct{})
+	out, log, stopped := rig.NewLog(nil, nil), rig.NewLog(nil, nil), make(chan struct{})
 	args := append([]string{"--log-level=warn", "serve", "--listen=127.0.0.1:0", "--served-model-name=m", "--model=" + model}, flags...)
 	code := 0
 	go func() {
@@ -93,48 +59,56 @@ func serve(t *testing.T, model string, flags ...string) *fleet {
 		cancel()
 		<-stopped
 		if code != 0 {
-			t.Errorf("baton %s ended with %d:\n%s%s", strings.Join(args, " "), code, out, log)
+			t.Errorf("baton %s ended with %d:\n%s%s", strings.Join(args, " "), code, out.Tail(), log.Tail())
 		}
 	})
-	url := out.await(t, `at (https?://\S+)`, stopped)
-	return &fleet{url: url, model: "m"}
+	return &fleet{url: await(t, out, `at (https?://\S+)`, stopped), model: "m"}
+}
+
+// await waits for a line that matches and returns its first group.
+func await(t *testing.T, log *rig.Log, pattern string, stopped <-chan struct{}) string {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+	defer cancel()
+	group, err := log.Await(ctx, regexp.MustCompile(pattern), stopped)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return group
 }
 
 // start runs one process of a fleet until the test ends.
 func start(t *testing.T, args ...string) *part {
 	t.Helper()
-	p := &part{cmd: exec.Command(os.Args[0], args...), out: &output{}, stopped: make(chan struct{})}
-	return p.run(t)
+	return startAs(t, theTest, args...)
 }
 
-// run starts the process.
-func (p *part) run(t *testing.T) *part {
+func startAs(t *testing.T, command rig.Command, args ...string) *part {
 	t.Helper()
-	p.cmd.Env = append(os.Environ(), "BATON_TEST_AS_MAIN=1")
-	p.cmd.Stdout, p.cmd.Stderr = p.out, p.out
-	if err := p.cmd.Start(); err != nil {
+	process, err := command.Start(args[0], rig.NewLog(nil, nil), args...)
+	if err != nil {
 		t.Fatal(err)
 	}
-	go func() {
-		defer close(p.stopped)
-		_ = p.cmd.Wait() // how it ended is read from ProcessState
-	}()
-	t.Cleanup(func() { p.stop(t) })
+	p := &part{process, args}
+	t.Cleanup(func() { p.end(t) })
 	return p
 }
 
-// stop asks the process to end, as an operator would.
-func (p *part) stop(t *testing.T) {
+// await waits for what the process prints.
+func (p *part) await(t *testing.T, pattern string) string {
 	t.Helper()
-	_ = p.cmd.Process.Signal(os.Interrupt) // fails when it has ended already
-	select {
-	case <-p.stopped:
-	case <-time.After(20 * time.Second):
-		_ = p.cmd.Process.Kill()
-		t.Errorf("%v did not stop:\n%s", p.cmd.Args, p.out)
+	return await(t, p.Log, pattern, p.Done())
+}
+
+// end asks the process to end, as an operator would. How it does is the test's business.
+func (p *part) end(t *testing.T) {
+	t.Helper()
+	var failed *rig.ExitError
+	if err := p.Stop(20 * time.Second); errors.As(err, &failed) && failed.Late > 0 {
+		t.Errorf("%v: %v:\n%s", p.args, err, p.Log.Tail())
 	}
 	if t.Failed() {
-		t.Logf("%v:\n%s", p.cmd.Args[1:], p.out)
+		t.Logf("%v:\n%s", p.args, p.Log.Tail())
 	}
 }
 
@@ -150,7 +124,7 @@ func processesOf(t *testing.T, model string, hubFlags, roles []string, flags ...
 	f := &fleet{model: "m", parts: map[string]*part{}}
 	hub := start(t, append([]string{"coordinator", "--listen=127.0.0.1:0"}, hubFlags...)...)
 	f.parts["coordinator"] = hub
-	addr := hub.out.await(t, `coordinator at (\S+)`, hub.stopped)
+	addr := hub.await(t, `coordinator at (\S+)`)
 	for _, role := range roles {
 		name := fmt.Sprintf("%s%d", role, len(f.parts))
 		f.parts[name] = start(t, append([]string{
@@ -160,7 +134,7 @@ func processesOf(t *testing.T, model string, hubFlags, roles []string, flags ...
 	}
 	front := start(t, "frontend", "--listen=127.0.0.1:0", "--coordinator="+addr, "--model="+model, "--served-model-name=m")
 	f.parts["frontend"] = front
-	f.url = front.out.await(t, `frontend at (\S+)`, front.stopped)
+	f.url = front.await(t, `frontend at (\S+)`)
 	if len(roles) > 0 {
 		f.awaitHealth(t)
 	}
@@ -254,30 +228,11 @@ func (f *fleet) tryComplete(ctx context.Context, body map[string]any) (completio
 // metric sums the samples of a series whose labels contain all of want.
 func metric(t *testing.T, url, name string, want ...string) float64 {
 	t.Helper()
-	resp, err := http.Get(url + "/metrics")
+	all, err := rig.Scrape(t.Context(), http.DefaultClient, url)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer resp.Body.Close()
-	sum, found := 0.0, false
-	lines := bufio.NewScanner(resp.Body)
-next:
-	for lines.Scan() {
-		series, value, ok := strings.Cut(lines.Text(), " ")
-		if base, _, _ := strings.Cut(series, "{"); !ok || base != name {
-			continue
-		}
-		for _, w := range want {
-			if !strings.Contains(series, w) {
-				continue next
-			}
-		}
-		var v float64
-		if _, err := fmt.Sscan(value, &v); err != nil {
-			t.Fatal(err)
-		}
-		sum, found = sum+v, true
-	}
+	sum, found := all.Sum(name, want...)
 	if !found {
 		t.Fatalf("no series %s %v", name, want)
 	}

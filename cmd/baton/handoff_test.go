@@ -1,12 +1,7 @@
 package main
 
 import (
-	"bufio"
-	"bytes"
 	"context"
-	"encoding/json"
-	"errors"
-	"fmt"
 	"maps"
 	"math/rand/v2"
 	"net/http"
@@ -18,6 +13,7 @@ import (
 
 	"go.uber.org/goleak"
 
+	"baton/internal/rig"
 	"baton/wire"
 )
 
@@ -111,58 +107,22 @@ func (f *fleet) stream(ctx context.Context, body map[string]any, limit int) (ids
 func (f *fleet) streamFrom(ctx context.Context, body map[string]any, limit int, begun chan<- struct{}) (ids []int32, err error) {
 	body = maps.Clone(body)
 	body["model"], body["stream"], body["return_token_ids"] = f.model, true, true
-	raw, err := json.Marshal(body)
-	if err != nil {
-		return nil, err
-	}
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, f.url+"/v1/completions", bytes.NewReader(raw))
-	if err != nil {
-		return nil, err
-	}
-	resp, err := http.DefaultClient.Do(req)
-	if err != nil {
-		return nil, err
-	}
-	defer resp.Body.Close()
-	lines := bufio.NewScanner(resp.Body)
-	lines.Buffer(nil, 1<<20)
-	for lines.Scan() {
-		data, ok := strings.CutPrefix(lines.Text(), "data: ")
-		if !ok {
-			if resp.StatusCode != http.StatusOK {
-				return ids, fmt.Errorf("status %d: %s", resp.StatusCode, lines.Text())
-			}
-			continue
-		}
-		if data == "[DONE]" {
-			return ids, nil
-		}
-		var chunk struct {
-			Choices []struct {
-				TokenIDs []int32 `json:"token_ids"`
-			} `json:"choices"`
-			Error *struct {
-				Message string `json:"message"`
-			} `json:"error"`
-		}
-		if err := json.Unmarshal([]byte(data), &chunk); err != nil {
-			return ids, err
-		}
-		if chunk.Error != nil {
-			return ids, errors.New(chunk.Error.Message)
-		}
-		first := len(ids) == 0
-		for _, c := range chunk.Choices {
-			ids = append(ids, c.TokenIDs...)
-		}
-		if first && len(ids) > 0 {
+	ctx, hangUp := context.WithCancel(ctx)
+	defer hangUp()
+	enough := false
+	answer, err := rig.Stream(ctx, f.http(), f.url, body, func(a *rig.Answer) {
+		if begun != nil {
 			begun <- struct{}{}
+			begun = nil
 		}
-		if len(ids) >= limit {
-			return ids, nil
+		if enough = len(a.IDs) >= limit; enough {
+			hangUp()
 		}
+	})
+	if enough {
+		err = nil
 	}
-	return ids, fmt.Errorf("the stream ended without [DONE]: %v", lines.Err())
+	return answer.IDs, err
 }
 
 // A third of 32 streams hang up midway. The others get what they would get alone, and everything that
@@ -254,7 +214,7 @@ func TestDecodeEngineDies(t *testing.T) {
 	for range n {
 		<-begun // every stream has tokens
 	}
-	if err := f.parts["decode2"].cmd.Process.Kill(); err != nil {
+	if err := f.parts["decode2"].Kill(); err != nil {
 		t.Fatal(err)
 	}
 	wg.Wait()
@@ -264,7 +224,7 @@ func TestDecodeEngineDies(t *testing.T) {
 			t.Errorf("stream %d: %v, undisturbed %v", i, ids, want)
 		}
 	}
-	if log := f.parts["coordinator"].out.String(); !strings.Contains(log, "decode2 is gone") {
+	if log := f.parts["coordinator"].Log.Tail(); !strings.Contains(log, "decode2 is gone") {
 		t.Errorf("the coordinator did not notice the death:\n%s", log)
 	}
 }
@@ -279,7 +239,7 @@ func TestLastDecodeEngineDies(t *testing.T) {
 		ended <- err
 	}()
 	<-begun
-	if err := f.parts["decode2"].cmd.Process.Kill(); err != nil {
+	if err := f.parts["decode2"].Kill(); err != nil {
 		t.Fatal(err)
 	}
 	died := time.Now()

@@ -10,6 +10,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"baton/internal/rig"
 )
 
 // freeAddress is one at which a process may listen in a moment.
@@ -27,7 +29,7 @@ func freeAddress(t *testing.T) string {
 // the followers. They are parts of the fleet by the engine's name and name+".1", ...
 func (f *fleet) spread(t *testing.T, model, role, name, shard string, ranks []string, flags ...string) {
 	t.Helper()
-	hub := f.parts["coordinator"].out.await(t, `coordinator at (\S+)`, f.parts["coordinator"].stopped)
+	hub := f.parts["coordinator"].await(t, `coordinator at (\S+)`)
 	leader := freeAddress(t)
 	for i, list := range ranks {
 		args := []string{"engine", "--model=" + model, "--ranks=" + list, "--leader=" + leader, "--threads=1"}
@@ -38,7 +40,7 @@ func (f *fleet) spread(t *testing.T, model, role, name, shard string, ranks []st
 		}
 		f.parts[part] = start(t, args...)
 	}
-	f.parts[name].out.await(t, `(registered)`, f.parts[name].stopped)
+	f.parts[name].await(t, `(registered)`)
 }
 
 // Engines whose ranks are spread over processes give the bits of one rank, whatever is split and however the KV
@@ -66,9 +68,9 @@ func TestRanksInProcesses(t *testing.T) {
 				}
 			}
 			// Whoever is asked to stop lets the others go.
-			f.parts["p"].stop(t)
+			f.parts["p"].end(t)
 			if code := f.parts["p.1"].exit(t, 5*time.Second); code != 0 {
-				t.Errorf("the other process ended with %d:\n%s", code, f.parts["p.1"].out)
+				t.Errorf("the other process ended with %d:\n%s", code, f.parts["p.1"].Log.Tail())
 			}
 		})
 	}
@@ -96,34 +98,34 @@ func TestRankDies(t *testing.T) {
 	}
 	f.awaitHealth(t)
 	c := f.gather(t, 8, 300)
-	hub := f.parts["coordinator"].out.await(t, `coordinator at (\S+)`, f.parts["coordinator"].stopped)
+	hub := f.parts["coordinator"].await(t, `coordinator at (\S+)`)
 	for _, role := range []string{"prefill", "decode"} { // what takes over
 		f.parts[role+"2"] = start(t, append([]string{"engine", "--role=" + role, "--name=" + role + "2", "--coordinator=" + hub, "--model=" + model}, flags...)...)
-		f.parts[role+"2"].out.await(t, `(registered)`, f.parts[role+"2"].stopped)
+		f.parts[role+"2"].await(t, `(registered)`)
 	}
 	silent := f.parts["prefill.1"]
-	if err := silent.cmd.Process.Signal(syscall.SIGSTOP); err != nil {
+	if err := silent.Signal(syscall.SIGSTOP); err != nil {
 		t.Fatal(err)
 	}
-	defer func() { _ = silent.cmd.Process.Signal(syscall.SIGCONT) }() // whatever happens, it must be able to end
-	if err := f.parts["decode.1"].cmd.Process.Kill(); err != nil {
+	defer func() { _ = silent.Signal(syscall.SIGCONT) }() // whatever happens, it must be able to end
+	if err := f.parts["decode.1"].Kill(); err != nil {
 		t.Fatal(err)
 	}
 	for name, within := range map[string]time.Duration{"decode": 5 * time.Second, "prefill": 15 * time.Second} {
 		leader := f.parts[name]
-		if code := leader.exit(t, within); code == 0 || !strings.Contains(leader.out.String(), "rank") {
-			t.Errorf("%s ended with %d:\n%s", name, code, leader.out)
+		if code := leader.exit(t, within); code == 0 || !strings.Contains(leader.Log.Tail(), "rank") {
+			t.Errorf("%s ended with %d:\n%s", name, code, leader.Log.Tail())
 		}
 	}
 	c.undisturbed("qwen3")
 	if got := f.complete(t, map[string]any{"prompt": prompt(40, 3), "max_tokens": 4, "temperature": 0}); len(got.Choices[0].TokenIDs) != 4 {
 		t.Errorf("afterwards: %+v", got)
 	}
-	if err := silent.cmd.Process.Signal(syscall.SIGCONT); err != nil {
+	if err := silent.Signal(syscall.SIGCONT); err != nil {
 		t.Fatal(err)
 	}
-	if code := silent.exit(t, 15*time.Second); code == 0 || !strings.Contains(silent.out.String(), "leader") {
-		t.Errorf("the silent one ended with %d:\n%s", code, silent.out)
+	if code := silent.exit(t, 15*time.Second); code == 0 || !strings.Contains(silent.Log.Tail(), "leader") {
+		t.Errorf("the silent one ended with %d:\n%s", code, silent.Log.Tail())
 	}
 }
 
@@ -131,23 +133,23 @@ func TestRankDies(t *testing.T) {
 func TestRanksRefused(t *testing.T) {
 	leader := freeAddress(t)
 	first := start(t, "engine", "--model="+goldenPath("qwen3"), "--shard=tp=4", "--ranks=0-1", "--leader="+leader, "--kv-memory=4MiB", "--threads=1")
-	first.out.await(t, `(waiting for ranks)`, first.stopped)
+	first.await(t, `(waiting for ranks)`)
 	for _, tc := range []struct{ model, ranks, says string }{
 		{"qwen3", "1-2", "rank 1 runs in another process already; missing are [2 3]"},
 		{"qwen3", "3-4", "there is no rank 4: the shard"},
 		{"qwen2", "2-3", "its --model is another one"},
 	} {
 		p := start(t, "engine", "--model="+goldenPath(tc.model), "--ranks="+tc.ranks, "--leader="+leader)
-		if code := p.exit(t, 10*time.Second); code != 1 || !strings.Contains(p.out.String(), tc.says) {
-			t.Errorf("ranks %s of %s: code %d, want 1 and %q:\n%s", tc.ranks, tc.model, code, tc.says, p.out)
+		if code := p.exit(t, 10*time.Second); code != 1 || !strings.Contains(p.Log.Tail(), tc.says) {
+			t.Errorf("ranks %s of %s: code %d, want 1 and %q:\n%s", tc.ranks, tc.model, code, tc.says, p.Log.Tail())
 		}
 	}
 	// One that came and went leaves room for another.
 	gone := start(t, "engine", "--model="+goldenPath("qwen3"), "--ranks=2-3", "--leader="+leader)
-	first.out.await(t, `(ranks joined)`, first.stopped)
-	gone.stop(t)
+	first.await(t, `(ranks joined)`)
+	gone.end(t)
 	if code := gone.exit(t, time.Second); code != 0 {
-		t.Errorf("the one that went ended with %d:\n%s", code, gone.out)
+		t.Errorf("the one that went ended with %d:\n%s", code, gone.Log.Tail())
 	}
 }
 
@@ -180,19 +182,18 @@ func TestRanksInNetworkNamespaces(t *testing.T) {
 		sh(fmt.Sprintf("ip -n %s link set lo up; ip -n %s link set eth0 up; ip -n %s addr add 10.77.0.%d/24 dev eth0", s, s, s, i+2))
 	}
 	within := func(space string, args ...string) *part {
-		p := &part{cmd: exec.Command("ip", append([]string{"netns", "exec", space, os.Args[0]}, args...)...), out: &output{}, stopped: make(chan struct{})}
-		return p.run(t)
+		return startAs(t, rig.Command{Path: "ip", Env: theTest.Env}, append([]string{"netns", "exec", space, theTest.Path}, args...)...)
 	}
 	model := goldenPath("qwen3")
 	hub := start(t, "coordinator", "--listen=10.77.0.1:7000", "--insecure")
-	hub.out.await(t, `coordinator at (\S+)`, hub.stopped)
+	hub.await(t, `coordinator at (\S+)`)
 	common := []string{"engine", "--model=" + model, "--insecure", "--threads=1", "--leader=10.77.0.2:7100"}
 	lead := within(spaces[0], append(slices.Clone(common), "--role=prefill", "--shard=tp=2", "--ranks=0", "--transfer-host=10.77.0.2",
 		"--coordinator=10.77.0.1:7000", "--transfer=tcp", "--kv-memory=16MiB")...)
 	follow := within(spaces[1], append(slices.Clone(common), "--ranks=1", "--transfer-host=10.77.0.3")...)
 	start(t, "engine", "--model="+model, "--role=decode", "--insecure", "--transfer=tcp", "--transfer-host=10.77.0.1", "--coordinator=10.77.0.1:7000", "--kv-memory=16MiB")
 	front := start(t, "frontend", "--listen=10.77.0.1:8000", "--insecure", "--coordinator=10.77.0.1:7000", "--model="+model, "--served-model-name=m")
-	f := &fleet{model: "m", url: front.out.await(t, `frontend at (\S+)`, front.stopped)}
+	f := &fleet{model: "m", url: front.await(t, `frontend at (\S+)`)}
 	f.awaitHealth(t)
 	body := map[string]any{"prompt": prompt(70, 5), "max_tokens": 24, "temperature": 0}
 	want := serve(t, model, "--shards=tp=1", "--kv-memory=16MiB").complete(t, body).Choices[0].TokenIDs
@@ -203,7 +204,7 @@ func TestRanksInNetworkNamespaces(t *testing.T) {
 	sh("ip link set v1 down")
 	for name, p := range map[string]*part{"leader": lead, "follower": follow} {
 		if code := p.exit(t, 15*time.Second); code == 0 {
-			t.Errorf("the %s ended with %d:\n%s", name, code, p.out)
+			t.Errorf("the %s ended with %d:\n%s", name, code, p.Log.Tail())
 		}
 	}
 }

@@ -18,6 +18,7 @@ import (
 	"testing"
 	"time"
 
+	"baton/internal/rig"
 	"baton/wire"
 )
 
@@ -86,15 +87,15 @@ func TestGoldensOverTLS(t *testing.T) {
 		t.Run(transport, func(t *testing.T) {
 			f := &fleet{model: "m", parts: map[string]*part{}, client: httpsClient(t, dir, "sk-other-0123456789")}
 			hub := start(t, with(mutualFlags(dir, "coordinator"), "coordinator", "--listen=127.0.0.1:0", "--metrics=127.0.0.1:0")...)
-			addr := hub.out.await(t, `coordinator at (\S+)`, hub.stopped)
-			metrics := hub.out.await(t, `address=(https://\S+)`, hub.stopped)
+			addr := hub.await(t, `coordinator at (\S+)`)
+			metrics := hub.await(t, `address=(https://\S+)`)
 			for _, role := range []string{wire.RolePrefill, wire.RoleDecode} {
 				start(t, with(mutualFlags(dir, "engine"), "engine", "--role="+role, "--name="+role, "--coordinator="+addr,
 					"--model="+goldenPath("qwen3"), "--transfer="+transport, "--threads=2", "--kv-memory=64MiB")...)
 			}
 			front := start(t, with(mutualFlags(dir, "frontend"), "frontend", "--listen=127.0.0.1:0", "--coordinator="+addr,
 				"--model="+goldenPath("qwen3"), "--served-model-name=m", "--api-key-file="+keys)...)
-			f.url = front.out.await(t, `frontend at (https://\S+)`, front.stopped)
+			f.url = front.await(t, `frontend at (https://\S+)`)
 			f.awaitHealth(t)
 			goldenRun(t, f, g)
 			moved := f.complete(t, map[string]any{"prompt": []int{7, 8, 9}, "max_tokens": 4, "return_handoff": true}).Choices[0].Handoff
@@ -136,10 +137,10 @@ func strangers(t *testing.T, f *fleet, hub, metrics string) {
 func TestWrongCertificates(t *testing.T) {
 	ours, theirs := certs(t), certs(t)
 	hub := start(t, with(mutualFlags(ours, "coordinator"), "coordinator", "--listen=127.0.0.1:0")...)
-	addr := hub.out.await(t, `coordinator at (\S+)`, hub.stopped)
+	addr := hub.await(t, `coordinator at (\S+)`)
 	model := "--model=" + goldenPath("qwen3")
 	plain := start(t, "coordinator", "--listen=127.0.0.1:0")
-	plainAddr := plain.out.await(t, `coordinator at (\S+)`, plain.stopped)
+	plainAddr := plain.await(t, `coordinator at (\S+)`)
 	for name, c := range map[string]struct {
 		args []string
 		says string
@@ -153,15 +154,15 @@ func TestWrongCertificates(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			p := start(t, c.args...)
 			deadline := time.Now().Add(20 * time.Second)
-			for !strings.Contains(p.out.String(), c.says) {
+			for !strings.Contains(p.Log.Tail(), c.says) {
 				if time.Now().After(deadline) {
-					t.Fatalf("it does not say %q:\n%s", c.says, p.out)
+					t.Fatalf("it does not say %q:\n%s", c.says, p.Log.Tail())
 				}
 				time.Sleep(10 * time.Millisecond)
 			}
 		})
 	}
-	if text := hub.out.String(); !strings.Contains(text, "connection refused") || !strings.Contains(text, "TLS with 127.0.0.1:") {
+	if text := hub.Log.Tail(); !strings.Contains(text, "connection refused") || !strings.Contains(text, "TLS with 127.0.0.1:") {
 		t.Errorf("the coordinator does not say whom it refused:\n%s", text)
 	}
 }
@@ -338,7 +339,7 @@ func TestCertsSaysHowToUseThem(t *testing.T) {
 func TestFloodAtTheCoordinator(t *testing.T) {
 	dir := certs(t)
 	hub := start(t, with(mutualFlags(dir, "coordinator"), "coordinator", "--listen=127.0.0.1:0")...)
-	addr := hub.out.await(t, `coordinator at (\S+)`, hub.stopped)
+	addr := hub.await(t, `coordinator at (\S+)`)
 	for i := range 600 {
 		nc, err := net.Dial("tcp", addr)
 		if err != nil {
@@ -354,7 +355,7 @@ func TestFloodAtTheCoordinator(t *testing.T) {
 	f := &fleet{model: "m", client: httpsClient(t, dir, "none")}
 	front := start(t, with(mutualFlags(dir, "frontend"), "frontend", "--listen=127.0.0.1:0", "--coordinator="+addr,
 		"--model="+goldenPath("llama"), "--served-model-name=m")...)
-	f.url = front.out.await(t, `frontend at (https://\S+)`, front.stopped)
+	f.url = front.await(t, `frontend at (https://\S+)`)
 	f.awaitHealth(t)
 	f.complete(t, map[string]any{"prompt": []int{1, 2, 3}, "max_tokens": 4})
 }
@@ -370,17 +371,17 @@ func TestMetricsPortLogsThroughTheLogger(t *testing.T) {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithCancel(t.Context())
-	out, stopped := &output{}, make(chan struct{})
+	out, stopped := rig.NewLog(nil, nil), make(chan struct{})
 	log, _ := newLogger(out, slog.LevelDebug, false)
 	go func() {
 		defer close(stopped)
 		_ = serveMetrics(ctx, sec, "127.0.0.1:0", newRegistry(), log)
 	}()
-	url := out.await(t, `address=(https://\S+)`, stopped)
+	url := await(t, out, `address=(https://\S+)`, stopped)
 	if resp, err := http.Get(strings.Replace(url, "https", "http", 1)); err == nil {
 		resp.Body.Close()
 	}
-	out.await(t, `level=DEBUG.*(TLS handshake error)`, stopped)
+	await(t, out, `level=DEBUG.*(TLS handshake error)`, stopped)
 	cancel()
 	<-stopped
 	if std.Len() > 0 {

@@ -49,20 +49,26 @@ func (e *HTTPError) Retryable() bool {
 	return e.Type == "service_unavailable_error" || e.RetryAfter != ""
 }
 
-// Stream asks url for a streamed completion and reads it to its end. news is called after every event that
-// brought tokens. Its errors are an *HTTPError when the frontend said what failed, anything else when the
-// stream broke.
+// Stream asks url for a streamed completion and reads it to its end, as the function of that name does.
 func (c Completion) Stream(ctx context.Context, client *http.Client, url string, news func()) (Answer, error) {
-	body, err := json.Marshal(struct {
+	body := struct {
 		Completion
 		Stream    bool `json:"stream"`
 		ReturnIDs bool `json:"return_token_ids"`
-	}{c, true, true})
+	}{c, true, true}
+	return Stream(ctx, client, url, body, func(*Answer) { news() })
+}
+
+// Stream posts body to url's completions and reads the answer to its end; body asks for a stream, and for token
+// ids. news is called after every event that brought tokens, with all that came so far. The errors are an
+// *HTTPError when the frontend said what failed, anything else when the stream broke.
+func Stream(ctx context.Context, client *http.Client, url string, body any, news func(*Answer)) (Answer, error) {
+	raw, err := json.Marshal(body)
 	var a Answer
 	if err != nil {
 		return a, err
 	}
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, url+"/v1/completions", bytes.NewReader(body))
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, url+"/v1/completions", bytes.NewReader(raw))
 	if err != nil {
 		return a, err
 	}
@@ -90,7 +96,7 @@ func (c Completion) Stream(ctx context.Context, client *http.Client, url string,
 			return a, err
 		}
 		if brought {
-			news()
+			news(&a)
 		}
 	}
 	if err := lines.Err(); err != nil {

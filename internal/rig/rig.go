@@ -127,21 +127,14 @@ func (p *Process) Stop(patience time.Duration) error {
 
 // Await waits for a line of this life that matches and returns its first group.
 func (p *Process) Await(ctx context.Context, pattern *regexp.Regexp) (string, error) {
-	found := p.Log.watch(pattern)
-	defer p.Log.unwatch(found)
-	select {
-	case group := <-found:
-		return group, nil
-	case <-ctx.Done():
-		return "", fmt.Errorf("rig: %s: no %q yet: %w", p.Name, pattern, context.Cause(ctx))
-	case <-p.done:
+	group, err := p.Log.Await(ctx, pattern, p.done)
+	if errors.Is(err, errEnded) {
+		err = fmt.Errorf("with code %d: %w", p.ExitCode(), err)
 	}
-	select {
-	case group := <-found: // its last words
-		return group, nil
-	default:
-		return "", fmt.Errorf("rig: %s ended with code %d before it printed %q; it said:\n%s", p.Name, p.ExitCode(), pattern, p.Log.Tail())
+	if err != nil {
+		err = fmt.Errorf("rig: %s: %w", p.Name, err)
 	}
+	return group, err
 }
 
 // Log takes what a process prints, line by line: to a writer, to a function, to whoever waits for a line.
@@ -203,6 +196,31 @@ func tell(found chan string, pattern *regexp.Regexp, line string) {
 		case found <- m[len(m)-1]:
 		default:
 		}
+	}
+}
+
+// errEnded says that nobody writes to a log any more.
+var errEnded = errors.New("it has ended")
+
+// Await waits for a line that matches, of those remembered too, and returns its first group. ended is closed
+// when nothing more will come.
+func (l *Log) Await(ctx context.Context, pattern *regexp.Regexp, ended <-chan struct{}) (string, error) {
+	found := l.watch(pattern)
+	defer l.unwatch(found)
+	var err error
+	select {
+	case group := <-found:
+		return group, nil
+	case <-ctx.Done():
+		err = context.Cause(ctx)
+	case <-ended:
+		err = errEnded
+	}
+	select {
+	case group := <-found: // the last words
+		return group, nil
+	default:
+		return "", fmt.Errorf("no %q: %w; the log:\n%s", pattern, err, l.Tail())
 	}
 }
 
