@@ -50,7 +50,7 @@ type TargetReport struct {
 	InputThroughput   float64 `json:"input_throughput"`
 	OutputThroughput  float64 `json:"output_throughput"`
 	TotalThroughput   float64 `json:"total_token_throughput"`
-	Goodput           float64 `json:"request_goodput,omitempty"`
+	Goodput           float64 `json:"request_goodput,omitzero"`
 
 	TTFT      Distribution `json:"ttft_ms"`
 	TPOT      Distribution `json:"tpot_ms"`

@@ -21,6 +21,7 @@ type cli struct {
 	Engine      engineCmd      `cmd:"" help:"Run one shard's engines: prefill, decode, or both."`
 	Frontend    frontendCmd    `cmd:"" help:"Run the OpenAI-compatible HTTP frontend of a coordinator."`
 	Bench       benchCmd       `cmd:"" help:"Put load on a server that speaks the OpenAI API, and measure what its clients see."`
+	Doctor      doctorCmd      `cmd:"" help:"Look at servers: what runs there, how they hand KV over, and whether they do."`
 	Inspect     inspectCmd     `cmd:"" help:"Show what a model file or folder holds and what an engine would make of it."`
 	Certs       certsCmd       `cmd:"" help:"Make a local certificate authority and certificates for TLS between processes."`
 	Version     versionCmd     `cmd:"" help:"Print the version."`
