@@ -29,7 +29,7 @@ func fleetOf(tb testing.TB, n int, colocated bool) *Core {
 		c.Step(Event{Peer: id, Message: &wire.Connect{Kind: KindEngine}})
 		c.Step(Event{Peer: id, Message: &wire.RegisterRole{
 			Role: role, Name: fmt.Sprint(id), Ranks: []wire.RankInfo{{}},
-			Geometry: wire.Geometry{BlockSize: 32, MaxSeqLen: 8192}, Requests: 64, Blocks: 8192,
+			Geometry: wire.Geometry{BlockSize: 32, Layers: 1, KVHeads: 1, MaxSeqLen: 8192}, Requests: 64, Blocks: 8192,
 		}})
 	}
 	if !c.complete() {

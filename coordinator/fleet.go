@@ -215,7 +215,21 @@ func wrong(m *wire.RegisterRole) string {
 			return fmt.Sprintf("%s %d; it must be from 1 to 2^40", f.what, f.value)
 		}
 	}
-	return ""
+	if len(m.Ranks) == 0 {
+		return ""
+	}
+	for _, f := range []struct {
+		what        string
+		value, most int
+	}{
+		{"the number of layers is", m.Geometry.Layers, maxLayers}, {"the number of KV heads is", m.Geometry.KVHeads, maxKVHeads},
+		{"the number of ranks is", len(m.Ranks), maxRanks},
+	} {
+		if f.value < 1 || f.value > f.most {
+			return fmt.Sprintf("%s %d; it must be from 1 to %d", f.what, f.value, f.most)
+		}
+	}
+	return uncovered(m)
 }
 
 // maxName bounds the names of engines, in bytes: they are repeated in logs and replies.

@@ -86,8 +86,8 @@ func lawless(t *rapid.T) {
 		func() wire.Message {
 			return &wire.RegisterRole{
 				Role: rapid.SampledFrom([]string{wire.RolePrefill, wire.RoleDecode, wire.RoleBoth, "?"}).Draw(t, "role"),
-				Name: fmt.Sprint(small("name")), Requests: small("requests"), Blocks: small("blocks"), Ranks: []wire.RankInfo{{}},
-				Geometry: wire.Geometry{BlockSize: 2, MaxSeqLen: rapid.SampledFrom([]int{0, 4, 1 << 40}).Draw(t, "longest")},
+				Name: fmt.Sprint(small("name")), Requests: small("requests"), Blocks: small("blocks"), Ranks: []wire.RankInfo{{}, {Layer: small("layer"), Layers: small("layers"), Heads: small("heads")}},
+				Geometry: wire.Geometry{BlockSize: 2, Layers: 1, KVHeads: 1, MaxSeqLen: rapid.SampledFrom([]int{0, 4, 1 << 40}).Draw(t, "longest")},
 			}
 		},
 		func() wire.Message { return &wire.Pause{} },
@@ -116,7 +116,7 @@ func lawless(t *rapid.T) {
 		if p == 1 || p == 2 {
 			step(Event{Peer: p + 1, Message: &wire.RegisterRole{
 				Role: roles[p-1], Name: fmt.Sprint(p), Requests: 3, Blocks: 9, Ranks: []wire.RankInfo{{}},
-				Geometry: wire.Geometry{BlockSize: 2, MaxSeqLen: 16},
+				Geometry: wire.Geometry{BlockSize: 2, Layers: 1, KVHeads: 1, MaxSeqLen: 16},
 			}})
 		}
 	}

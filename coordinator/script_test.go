@@ -94,6 +94,22 @@ func (a args) tokens(key string) wire.Tokens {
 	return out
 }
 
+// ranks reads what each of an engine's ranks holds, as in "0-1:0-3/0-1:4-7" (layers:heads); by default one holds all.
+func (a args) ranks(name string) (ranks []wire.RankInfo) {
+	for text := range strings.SplitSeq(a["ranks"], "/") {
+		r := wire.RankInfo{Rank: len(ranks), Transport: []byte(name)}
+		if a["ranks"] != "" {
+			var layer, head int
+			if _, err := fmt.Sscanf(text, "%d-%d:%d-%d", &r.Layer, &layer, &r.Head, &head); err != nil {
+				panic(err)
+			}
+			r.Layers, r.Heads = layer-r.Layer+1, head-r.Head+1
+		}
+		ranks = append(ranks, r)
+	}
+	return ranks
+}
+
 func (s *script) run(t *testing.T, d *datadriven.TestData) string {
 	a, from := args{}, ""
 	for i, arg := range d.CmdArgs {
@@ -157,7 +173,7 @@ func (s *script) join(kind, name string, a args) string {
 			VerifyHandoff: a["verify"],
 		},
 		Requests: a.int("requests", 4), Blocks: a.int("blocks", 32), Continuation: a.int("continuation", 0), WeightVersion: uint64(a.int("version", 1)),
-		Ranks: []wire.RankInfo{{Transport: []byte(name)}},
+		Ranks: a.ranks(name),
 	}
 	if tr, ok := a["transport"]; ok {
 		m.Transport = tr

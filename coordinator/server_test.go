@@ -54,7 +54,7 @@ func register(conn *wire.Conn, inc uint64, name, role string, gate chan struct{}
 	}
 	err := conn.Send(&wire.RegisterRole{
 		Role: role, Name: name, Incarnation: inc, Model: "toy", Transport: "tcp", Ranks: []wire.RankInfo{{Transport: []byte(name)}},
-		Geometry: wire.Geometry{Model: "toy", BlockSize: 16, MaxSeqLen: 4096}, Requests: 64, Blocks: 4096,
+		Geometry: wire.Geometry{Model: "toy", BlockSize: 16, Layers: 1, KVHeads: 1, MaxSeqLen: 4096}, Requests: 64, Blocks: 4096,
 	})
 	if err != nil {
 		return nil, err

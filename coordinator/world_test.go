@@ -253,7 +253,7 @@ func (w *world) register(role, name string) *actor {
 	if role != "" {
 		w.step(Event{Peer: p.id, Message: &wire.RegisterRole{
 			Role: role, Name: name, Incarnation: p.inc, Ranks: []wire.RankInfo{{}},
-			Geometry: wire.Geometry{BlockSize: 2, MaxSeqLen: 24},
+			Geometry: wire.Geometry{BlockSize: 2, Layers: 1, KVHeads: 1, MaxSeqLen: 24},
 			Requests: rapid.IntRange(1, 3).Draw(w.t, "requests"), Blocks: rapid.IntRange(9, 14).Draw(w.t, "blocks"),
 		}})
 	}

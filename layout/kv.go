@@ -3,6 +3,7 @@ package layout
 import (
 	"fmt"
 	"math"
+	"slices"
 )
 
 // Geometry is the KV cache of a whole model. A rank's block is [layer][plane][head][token][dim] over the
@@ -142,17 +143,11 @@ func Compile(g Geometry, src, dst []Holding) (*Template, error) {
 	if err := g.validate(); err != nil {
 		return nil, err
 	}
-	for _, side := range [...]struct {
-		name     string
-		holdings []Holding
-	}{{"source", src}, {"destination", dst}} {
-		for rank, h := range side.holdings {
-			if h.Layer < 0 || h.Head < 0 || h.Layers < 1 || h.Heads < 1 ||
-				h.Layers > g.Layers-h.Layer || h.Heads > g.KVHeads-h.Head {
-				return nil, fmt.Errorf("layout: %s rank %d holds %+v of a model with %d layers and %d KV heads",
-					side.name, rank, h, g.Layers, g.KVHeads)
-			}
-		}
+	if err := g.check("source", src); err != nil {
+		return nil, err
+	}
+	if err := g.check("destination", dst); err != nil {
+		return nil, err
 	}
 	var distinct []Holding
 	replicas := map[Holding][]int{} // source ranks
@@ -185,6 +180,37 @@ func Compile(g Geometry, src, dst []Holding) (*Template, error) {
 	return t, nil
 }
 
+// Covered tells whether ranks hold the whole cache, no part of it twice but for replicas. From engines of which
+// that is true, every holding of the cache can be compiled. The error tells an impossible holding or is a
+// *CoverageError, whose destination is the whole.
+func (g Geometry) Covered(ranks []Holding) error {
+	if err := g.validate(); err != nil {
+		return err
+	}
+	if err := g.check("ranks", ranks); err != nil {
+		return err
+	}
+	distinct, seen := []Holding(nil), map[Holding]bool{}
+	for _, h := range ranks {
+		if !seen[h] {
+			seen[h] = true
+			distinct = append(distinct, h)
+		}
+	}
+	return covers(0, g.Whole(), distinct)
+}
+
+// check refuses holdings of what the cache has not.
+func (g Geometry) check(side string, holdings []Holding) error {
+	for rank, h := range holdings {
+		if h.Layer < 0 || h.Head < 0 || h.Layers < 1 || h.Heads < 1 ||
+			h.Layers > g.Layers-h.Layer || h.Heads > g.KVHeads-h.Head {
+			return fmt.Errorf("layout: %s: rank %d holds %+v of a model with %d layers and %d KV heads", side, rank, h, g.Layers, g.KVHeads)
+		}
+	}
+	return nil
+}
+
 func intersect(a, b Holding) (Holding, bool) {
 	layer, head := max(a.Layer, b.Layer), max(a.Head, b.Head)
 	h := Holding{
@@ -211,18 +237,26 @@ func (g Geometry) runs(src, dst, part Holding) []Run {
 	return runs
 }
 
+// covers makes sure that the parts are the whole of what is wanted, and none of it twice.
 func covers(rank int, want Holding, parts []Holding) error {
-	for layer := want.Layer; layer < want.Layer+want.Layers; layer++ {
-		for head := want.Head; head < want.Head+want.Heads; head++ {
-			n := 0
-			for _, p := range parts {
-				if layer >= p.Layer && layer < p.Layer+p.Layers && head >= p.Head && head < p.Head+p.Heads {
-					n++
-				}
+	// Count the parts of every head: each adds one where it begins, and takes it back where it has ended.
+	width := want.Heads + 1
+	steps := make([]int32, (want.Layers+1)*width)
+	for _, p := range parts {
+		layer, head := p.Layer-want.Layer, p.Head-want.Head
+		steps[layer*width+head]++
+		steps[layer*width+head+p.Heads]--
+		steps[(layer+p.Layers)*width+head]--
+		steps[(layer+p.Layers)*width+head+p.Heads]++
+	}
+	for layer := range want.Layers {
+		n := 0
+		for head := range want.Heads {
+			at := layer*width + head
+			if n += int(steps[at]); n != 1 {
+				return &CoverageError{Dst: rank, Layer: want.Layer + layer, Head: want.Head + head, Sources: n}
 			}
-			if n != 1 {
-				return &CoverageError{Dst: rank, Layer: layer, Head: head, Sources: n}
-			}
+			steps[at+width] += steps[at]
 		}
 	}
 	return nil
@@ -235,18 +269,57 @@ type Copy struct{ Src, Dst, Len int64 }
 // rank. Copies that touch on both sides are merged: with equal layouts, a run of neighbouring blocks is
 // one copy. The lists are equally long and hold no negative id.
 func (l *Leg) Apply(copies []Copy, srcBlocks, dstBlocks []int32) []Copy {
-	first := len(copies)
+	if len(l.Runs) == 0 || len(srcBlocks) == 0 {
+		return copies
+	}
+	copies = slices.Grow(copies, len(srcBlocks)*len(l.Runs))
+	first, n := len(copies), len(copies)
+	out := copies[:cap(copies)]
+	step, even := l.step()
 	for i, from := range srcBlocks {
 		src, dst := int64(from)*l.SrcBlock, int64(dstBlocks[i])*l.DstBlock
-		for _, r := range l.Runs {
-			c := Copy{Src: src + r.Src, Dst: dst + r.Dst, Len: r.Len}
-			if last := len(copies) - 1; last >= first && copies[last].Src+copies[last].Len == c.Src &&
-				copies[last].Dst+copies[last].Len == c.Dst {
-				copies[last].Len += c.Len
-				continue
+		runs := l.Runs
+		// Runs of one block do not touch each other: only the first one may go on where the block before ended.
+		if n > first {
+			if last, r := &out[n-1], runs[0]; last.Src+last.Len == src+r.Src && last.Dst+last.Len == dst+r.Dst {
+				last.Len += r.Len
+				runs = runs[1:]
 			}
-			copies = append(copies, c)
+		}
+		to := out[n : n+len(runs)]
+		n += len(runs)
+		switch {
+		case len(runs) == 0:
+		case even:
+			fill(to, Copy{Src: src + runs[0].Src, Dst: dst + runs[0].Dst, Len: runs[0].Len}, step)
+		default:
+			for j, r := range runs {
+				to[j] = Copy{Src: src + r.Src, Dst: dst + r.Dst, Len: r.Len}
+			}
 		}
 	}
-	return copies
+	return out[:n]
+}
+
+// step is the distance from each run to the next, if all are alike, as they are when only heads are split.
+func (l *Leg) step() (step Run, even bool) {
+	if len(l.Runs) > 1 {
+		step = Run{Src: l.Runs[1].Src - l.Runs[0].Src, Dst: l.Runs[1].Dst - l.Runs[0].Dst, Len: 0}
+	}
+	for i := 1; i < len(l.Runs); i++ {
+		a, b := l.Runs[i-1], l.Runs[i]
+		if (Run{Src: b.Src - a.Src, Dst: b.Dst - a.Dst, Len: b.Len - a.Len}) != step {
+			return step, false
+		}
+	}
+	return step, true
+}
+
+// fill makes a row of copies. It is where the time of a long prompt's handoff goes: three stores a copy.
+func fill(to []Copy, c Copy, step Run) {
+	for i := range to {
+		to[i].Src, to[i].Dst, to[i].Len = c.Src, c.Dst, c.Len
+		c.Src += step.Src
+		c.Dst += step.Dst
+	}
 }

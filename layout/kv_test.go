@@ -90,7 +90,9 @@ func TestEqualLayoutsMoveRuns(t *testing.T) {
 	}
 }
 
-// TP 2 to TP 4 with 8 heads: what rank 1 of 4 (heads 2, 3) reads of rank 0 of 2 (heads 0..3).
+// TP 2 to TP 4 with 8 heads: what rank 1 of 4 (heads 2, 3) reads of rank 0 of 2 (heads 0..3), from its own head 2 on
+// to head 0. A head's tokens lie together, so both heads are one run of 128 KiB a layer and plane; where heads lie
+// together within a token, as in Megatron-LM, they are 256 fragments of 512 bytes.
 func TestTensorParallelFanOut(t *testing.T) {
 	g := Geometry{BlockSize: 256, Layers: 2, KVHeads: 8, HeadDim: 128, Planes: 2, ElementBytes: 2}
 	template := compile(t, g, holdings(t, g, 2, 2), holdings(t, g, 4, 2))
@@ -170,35 +172,40 @@ func TestCoverage(t *testing.T) {
 // element says which value of the model's cache lies in one element of a rank's block.
 type element struct{ block, layer, plane, head, inHead int }
 
-// TestEveryByteOnce applies templates of random layouts to simulated memories.
+// drawn is what the ranks of a random engine hold.
+func drawn(t *rapid.T, g Geometry, name string) []Holding {
+	var widths []int
+	for _, tp := range []int{1, 2, 3, 4, 6, 8, 12, 16} {
+		if g.KVHeads%tp == 0 || tp%g.KVHeads == 0 {
+			widths = append(widths, tp)
+		}
+	}
+	var stages []int
+	for left := g.Layers; left > 0; left -= stages[len(stages)-1] {
+		stages = append(stages, rapid.IntRange(1, left).Draw(t, name+" stage"))
+	}
+	h, err := g.Holdings(rapid.SampledFrom(widths).Draw(t, name+" tp"), stages)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return h
+}
+
+func drawnGeometry(t *rapid.T) Geometry {
+	return Geometry{
+		BlockSize: rapid.IntRange(1, 3).Draw(t, "block size"), Layers: rapid.IntRange(1, 7).Draw(t, "layers"),
+		KVHeads: rapid.SampledFrom([]int{1, 2, 4, 6, 8}).Draw(t, "heads"), HeadDim: rapid.IntRange(1, 2).Draw(t, "dim"),
+		Planes: rapid.IntRange(1, 2).Draw(t, "planes"), ElementBytes: 1,
+	}
+}
+
+// TestEveryByteOnce applies templates of random layouts to simulated memories. Every byte of a destination's blocks is
+// written once, by a rank that has it, and is what an unsharded copy would have put there; nothing else is written;
+// and there are no more copies than a run for each layer, plane, block and range of heads.
 func TestEveryByteOnce(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		g := Geometry{
-			BlockSize: rapid.IntRange(1, 3).Draw(t, "block size"), Layers: rapid.IntRange(1, 7).Draw(t, "layers"),
-			KVHeads: rapid.SampledFrom([]int{1, 2, 4, 6, 8}).Draw(t, "heads"), HeadDim: rapid.IntRange(1, 2).Draw(t, "dim"),
-			Planes: rapid.IntRange(1, 2).Draw(t, "planes"), ElementBytes: 1,
-		}
-		side := func(name string) []Holding {
-			widths := []int{}
-			for _, tp := range []int{1, 2, 3, 4, 6, 8, 12, 16} {
-				if g.KVHeads%tp == 0 || tp%g.KVHeads == 0 {
-					widths = append(widths, tp)
-				}
-			}
-			left := g.Layers
-			var stages []int
-			for left > 0 {
-				n := rapid.IntRange(1, left).Draw(t, name+" stage")
-				stages = append(stages, n)
-				left -= n
-			}
-			h, err := g.Holdings(rapid.SampledFrom(widths).Draw(t, name+" tp"), stages)
-			if err != nil {
-				t.Fatal(err)
-			}
-			return h
-		}
-		src, dst := side("source"), side("destination")
+		g := drawnGeometry(t)
+		src, dst := drawn(t, g, "source"), drawn(t, g, "destination")
 		template, err := Compile(g, src, dst)
 		if err != nil {
 			t.Fatal(err)
@@ -210,9 +217,12 @@ func TestEveryByteOnce(t *testing.T) {
 		for i := range moved {
 			moved[i] = map[int64]element{}
 		}
+		counts := make([]int, len(dst))
 		for _, l := range template.Legs {
 			from := memory(g, src[l.Src], srcBlocks)
-			for _, c := range l.Apply(nil, srcBlocks, dstBlocks) {
+			copies := l.Apply(nil, srcBlocks, dstBlocks)
+			counts[l.Dst] += len(copies)
+			for _, c := range copies {
 				for i := range c.Len {
 					if _, ok := moved[l.Dst][c.Dst+i]; ok {
 						t.Fatalf("rank %d: byte %d is written twice", l.Dst, c.Dst+i)
@@ -229,8 +239,130 @@ func TestEveryByteOnce(t *testing.T) {
 			if want := memory(g, h, dstBlocks); !reflect.DeepEqual(moved[rank], want) {
 				t.Fatalf("rank %d holds %v, want %v", rank, moved[rank], want)
 			}
+			ranges := map[int]bool{} // where ranges of heads begin that the sources have
+			for _, s := range src {
+				if part, ok := intersect(s, h); ok {
+					ranges[part.Head] = true
+				}
+			}
+			if most := h.Layers * g.Planes * n * len(ranges); counts[rank] > most {
+				t.Errorf("%d copies to rank %d, at most %d are needed", counts[rank], rank, most)
+			}
 		}
 	})
+}
+
+// Of replicas none has to give much more than another, and each destination reads only one of them.
+func TestReplicasShareTheLoad(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		g := drawnGeometry(t)
+		src, dst := drawn(t, g, "source"), drawn(t, g, "destination")
+		for range rapid.IntRange(0, 2).Draw(t, "data-parallel replicas") {
+			src = append(src, src...)
+		}
+		template, err := Compile(g, src, dst)
+		if err != nil {
+			t.Fatal(err)
+		}
+		readers, pairs := make([]int, len(src)), map[[2]int]bool{}
+		for _, l := range template.Legs {
+			if pairs[[2]int{l.Src, l.Dst}] {
+				t.Fatalf("ranks %d and %d have two legs", l.Src, l.Dst)
+			}
+			pairs[[2]int{l.Src, l.Dst}] = true
+			readers[l.Src]++
+		}
+		for i, h := range src {
+			for j, other := range src[:i] {
+				if h == other && max(readers[i], readers[j])-min(readers[i], readers[j]) > 1 {
+					t.Errorf("replicas %d and %d have %d and %d readers", j, i, readers[j], readers[i])
+				}
+				for k := range dst {
+					if h == other && pairs[[2]int{i, k}] && pairs[[2]int{j, k}] {
+						t.Errorf("rank %d reads both %d and %d, which are replicas", k, j, i)
+					}
+				}
+			}
+		}
+	})
+}
+
+// Any engine whose ranks are found to hold the cache whole can serve any holding of it; one that is not would have
+// to be refused by somebody.
+func TestCovered(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		g := Geometry{
+			BlockSize: 1, Layers: rapid.IntRange(1, 6).Draw(t, "layers"), KVHeads: rapid.IntRange(1, 6).Draw(t, "heads"),
+			HeadDim: 1, Planes: 1, ElementBytes: 1,
+		}
+		ranks := cutUp(t, g.Whole())
+		for i := range rapid.IntRange(0, 2).Draw(t, "replicas") {
+			ranks = append(ranks, ranks[i%len(ranks)])
+		}
+		switch rapid.IntRange(0, 3).Draw(t, "damage") {
+		case 1:
+			i := rapid.IntRange(0, len(ranks)-1).Draw(t, "lost")
+			ranks = slices.Delete(ranks, i, i+1)
+		case 2:
+			ranks = append(ranks, anyHolding(t, g))
+		case 3:
+			ranks[rapid.IntRange(0, len(ranks)-1).Draw(t, "changed")] = anyHolding(t, g)
+		}
+		want := error(nil)
+		for layer := range g.Layers {
+			for head := range g.KVHeads {
+				holders := map[Holding]bool{}
+				for _, h := range ranks {
+					if layer >= h.Layer && layer < h.Layer+h.Layers && head >= h.Head && head < h.Head+h.Heads {
+						holders[h] = true
+					}
+				}
+				if n := len(holders); n != 1 && want == nil {
+					want = &CoverageError{Layer: layer, Head: head, Sources: n}
+				}
+			}
+		}
+		err := g.Covered(ranks)
+		if !reflect.DeepEqual(err, want) {
+			t.Fatalf("%v: %v, want %v", ranks, err, want)
+		}
+		dst := []Holding{anyHolding(t, g), g.Whole(), anyHolding(t, g)}
+		if _, compiled := Compile(g, ranks, dst); (compiled == nil) != (err == nil) {
+			t.Errorf("%v to %v: %v, though they were found: %v", ranks, dst, compiled, err)
+		}
+	})
+	g := Geometry{BlockSize: 16, Layers: 4, KVHeads: 4, HeadDim: 4, Planes: 2, ElementBytes: 2}
+	for _, bad := range [][]Holding{{{0, 5, 0, 4}}, {{0, 4, 0, 4}, {3, 2, 0, 4}}, {{0, 4, -1, 5}}} {
+		var coverage *CoverageError
+		if err := g.Covered(bad); err == nil || errors.As(err, &coverage) {
+			t.Errorf("%v: %v", bad, err)
+		}
+	}
+	if err := (Geometry{}).Covered(nil); err == nil {
+		t.Error("an empty geometry is accepted")
+	}
+}
+
+// cutUp divides a holding, again and again.
+func cutUp(t *rapid.T, h Holding) []Holding {
+	switch rapid.IntRange(0, 2).Draw(t, "cut") {
+	case 1:
+		if h.Layers > 1 {
+			n := rapid.IntRange(1, h.Layers-1).Draw(t, "layers")
+			return append(cutUp(t, Holding{h.Layer, n, h.Head, h.Heads}), cutUp(t, Holding{h.Layer + n, h.Layers - n, h.Head, h.Heads})...)
+		}
+	case 2:
+		if h.Heads > 1 {
+			n := rapid.IntRange(1, h.Heads-1).Draw(t, "heads")
+			return append(cutUp(t, Holding{h.Layer, h.Layers, h.Head, n}), cutUp(t, Holding{h.Layer, h.Layers, h.Head + n, h.Heads - n})...)
+		}
+	}
+	return []Holding{h}
+}
+
+func anyHolding(t *rapid.T, g Geometry) Holding {
+	layer, head := rapid.IntRange(0, g.Layers-1).Draw(t, "layer"), rapid.IntRange(0, g.KVHeads-1).Draw(t, "head")
+	return Holding{layer, rapid.IntRange(1, g.Layers-layer).Draw(t, "layers"), head, rapid.IntRange(1, g.KVHeads-head).Draw(t, "heads")}
 }
 
 // memory lays out what a rank's pool holds after the i-th block of a request was put in blocks[i],
@@ -310,4 +442,46 @@ func TestChecksumsMoveLikeTiles(t *testing.T) {
 			}
 		}
 	}
+}
+
+// However long the prompt: one list, made at once.
+func TestApplyAllocatesOnce(t *testing.T) {
+	g := Geometry{BlockSize: 32, Layers: 64, KVHeads: 8, HeadDim: 128, Planes: 2, ElementBytes: 2}
+	blocks := make([]int32, 256)
+	for i := range blocks {
+		blocks[i] = int32(2 * i)
+	}
+	for _, dst := range [][]Holding{holdings(t, g, 4, 32, 32), holdings(t, g, 8, 64), holdings(t, g, 1, 1, 63)} {
+		template := compile(t, g, holdings(t, g, 8, 64), dst)
+		for i := range template.Legs {
+			l := &template.Legs[i]
+			if n := testing.AllocsPerRun(5, func() { l.Apply(nil, blocks, blocks) }); n != 1 {
+				t.Errorf("%v allocations for %d runs of %d blocks, want 1", n, len(l.Runs), len(blocks))
+			}
+			room := make([]Copy, 0, len(blocks)*len(l.Runs))
+			if n := testing.AllocsPerRun(5, func() { l.Apply(room, blocks, blocks) }); n != 0 {
+				t.Errorf("%v allocations into a list that has room, want none", n)
+			}
+		}
+	}
+}
+
+// A prompt of 128k tokens goes from eight ranks to four times two stages: the copies between all pairs of ranks.
+func BenchmarkApply128k(b *testing.B) {
+	g := Geometry{BlockSize: 32, Layers: 64, KVHeads: 8, HeadDim: 128, Planes: 2, ElementBytes: 2}
+	template := compile(b, g, holdings(b, g, 8, 64), holdings(b, g, 4, 32, 32))
+	blocks := make([]int32, 128<<10/g.BlockSize)
+	for i := range blocks {
+		blocks[i] = int32(i)
+	}
+	var copies []Copy
+	n := 0
+	for b.Loop() {
+		n = 0
+		for i := range template.Legs {
+			copies = template.Legs[i].Apply(copies[:0], blocks, blocks)
+			n += len(copies)
+		}
+	}
+	b.ReportMetric(float64(n), "copies")
 }
