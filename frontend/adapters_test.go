@@ -80,7 +80,12 @@ func TestModelTokenizer(t *testing.T) {
 			"<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nso a", "",
 		},
 		{`{"messages":[{"role":"assistant","content":[{"type":"text","text":"so"}]}],"continue_final_message":true}`, "<|im_start|>assistant\nso", ""},
-		{`{"messages":[{"role":"assistant","content":" "}],"continue_final_message":true}`, "", "needs a last message with text"},
+		{`{"messages":[{"role":"assistant","content":" "}],"continue_final_message":true}`, "", "the last message has no text to continue"},
+		{ // the last message's text stands elsewhere as well, and white space around it is its own
+			`{"messages":[{"role":"user","content":"so"},{"role":"assistant","content":"so"}],"continue_final_message":true}`,
+			"<|im_start|>user\nso<|im_end|>\n<|im_start|>assistant\nso", "",
+		},
+		{`{"messages":[{"role":"assistant","content":"im"}],"continue_final_message":true}`, "<|im_start|>assistant\nim", ""},
 		{`{"messages":[{"role":"robot","content":"a"}]}`, "", "refuses these messages: no robots"},
 	}
 	for _, tt := range tests {

@@ -4,8 +4,6 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
-	"strings"
-	"unicode"
 
 	"baton/text"
 )
@@ -39,15 +37,10 @@ func (t modelTokenizer) RenderChat(ctx context.Context, c *Chat) ([]int32, error
 	}
 	prompt, err := template.Render(ctx, text.Chat{
 		Messages: c.Messages, Tools: c.Tools, Documents: c.Documents, Extra: c.Kwargs,
-		AddGenerationPrompt: c.AddGenerationPrompt,
+		AddGenerationPrompt: c.AddGenerationPrompt, ContinueFinalMessage: c.ContinueFinalMessage,
 	})
 	if err != nil {
 		return nil, templateFault(err)
-	}
-	if c.ContinueFinalMessage {
-		if prompt.Text, err = cutAfterFinalMessage(prompt.Text, c.Messages); err != nil {
-			return nil, err
-		}
 	}
 	return t.EncodePrompt(prompt)
 }
@@ -63,24 +56,6 @@ func templateFault(err error) error {
 	default:
 		return errors.New("the chat template cannot render these messages: " + e.Message)
 	}
-}
-
-// cutAfterFinalMessage drops what the template wrote after the last message, as transformers does for
-// continue_final_message: trailing space of the message stays only if the template kept it.
-func cutAfterFinalMessage(rendered string, messages []byte) (string, error) {
-	final := finalContent(messages)
-	trimmed := strings.TrimSpace(final)
-	if trimmed == "" {
-		return "", errors.New("continue_final_message needs a last message with text")
-	}
-	at := strings.LastIndex(rendered, trimmed)
-	if at < 0 {
-		return "", errors.New("continue_final_message: the chat template does not show the last message as it is written")
-	}
-	if whole := strings.TrimLeftFunc(final, unicode.IsSpace); strings.HasPrefix(rendered[at:], whole) {
-		return rendered[:at+len(whole)], nil
-	}
-	return rendered[:at+len(trimmed)], nil
 }
 
 // finalContent is the text of the last message, of the last part that has one.

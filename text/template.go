@@ -205,7 +205,7 @@ func tagFinalMessage(messages jinja.Value, tag string) error {
 			content, _ = holder.Get(key)
 		}
 	}
-	if !content.IsString() {
+	if !content.IsString() || strings.TrimSpace(content.AsString()) == "" {
 		return errors.New("continue_final_message: the last message has no text to continue")
 	}
 	holder.Set(key, jinja.NewString(content.AsString()+tag))
