@@ -26,6 +26,7 @@ type Index struct {
 	free    int32   // first unused node, linked through next
 	scratch []int32 // the chain being recorded
 	seen    []uint64
+	ahead   uint32 // of no meaning; see approach
 
 	expected map[kvcache.Digest][]*Expectation // by the first digest
 }
@@ -152,10 +153,24 @@ func (x *Index) Record(engine int, chain []kvcache.Digest) {
 		parent = x.scratch[0]
 		after = parent
 	}
+	x.approach(chain[known:])
 	for _, d := range chain[known:] {
 		n := x.add(d, parent, after)
 		x.own(n, engine)
 		parent, after = n, n
+	}
+}
+
+// approach reads the places in the table that adding digests is about to need, one after the other but
+// waiting for none: of a large table they come from memory, which takes as long for all as for one.
+func (x *Index) approach(digests []kvcache.Digest) {
+	last := x.nodes[root].prev
+	for i := range digests {
+		x.ahead += x.table.peek(&digests[i])
+		if x.table.len() >= x.limit { // and those of what makes room
+			x.ahead += x.table.peek(&x.nodes[last].digest)
+			last = x.nodes[last].prev
+		}
 	}
 }
 
@@ -280,7 +295,7 @@ func (x *Index) add(d kvcache.Digest, parent, after int32) int32 {
 	if parent != none {
 		x.nodes[parent].children++
 	}
-	x.table.add(n, x.nodes)
+	x.table.add(n, &d)
 	x.linkAfter(after, n)
 	return n
 }
