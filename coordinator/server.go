@@ -48,6 +48,7 @@ type Server struct {
 	exit     chan struct{} // closed when a client asked for SHUTDOWN
 
 	strangers strangers
+	chains    chains
 
 	ctx     context.Context // ends when Close begins
 	cancel  context.CancelFunc
@@ -264,7 +265,7 @@ func (s *Server) hash(r *wire.SubmitRequest, ev *Event) {
 		return
 	}
 	ev.BlockSize = size
-	ev.Digests = kvcache.Chain(kvcache.Root(r.Salt, ""), size, r.Prompt)
+	ev.Digests = s.chains.of(kvcache.Root(r.Salt, ""), size, r.Prompt)
 }
 
 // run is the core's goroutine. It outlives all readers, so that none of them can be stuck.
