@@ -51,6 +51,7 @@ func Coordinator(ctx context.Context, c LoadConfig) (loads []Load, checks []Chec
 		target  bool
 	}{
 		{"one prefill, one decode engine", "warn", traffic{tokens: 4}, true},
+		{"with prompts that have nothing in common", "warn", traffic{tokens: 4, fresh: true}, false},
 		{"with a log line a request", "info", traffic{tokens: 4}, false},
 		{"with residency events", "warn", traffic{tokens: 4, events: true}, false},
 		{"64 tokens a request", "warn", traffic{tokens: 64}, false},

@@ -19,6 +19,7 @@ type traffic struct {
 	prompt int  // tokens
 	tokens int  // generated for each request, the first of them by prefill
 	events bool // the engines report which blocks they have cached
+	fresh  bool // no prompt begins like an earlier one
 }
 
 // The stubs are as large as engines of this kind of machine, but for the time that they take.
@@ -97,8 +98,12 @@ func (w *workload) run(ctx context.Context, requests int) error {
 	for sent, ended := 0, 0; ended < requests; {
 		for ; sent < requests && sent-ended < inFlight; sent++ {
 			w.lastID++
+			prompt := w.prompts[w.lastID%distinct]
+			if w.fresh {
+				prompt[0] = int32(w.lastID)
+			}
 			if err := w.client.Send(&wire.SubmitRequest{
-				ID: w.lastID, Prompt: w.prompts[w.lastID%distinct], Sampling: wire.Sampling{MaxTokens: w.tokens, IgnoreEOS: true},
+				ID: w.lastID, Prompt: prompt, Sampling: wire.Sampling{MaxTokens: w.tokens, IgnoreEOS: true},
 			}); err != nil {
 				return err
 			}
