@@ -164,11 +164,8 @@ func TestHandoffs(t *testing.T) {
 		{"nixl, damaged", VLLM, func(_, d *fake) { d.damaged = true }, &yes, []string{"ok KV moves", "warning damaged\", without it -> KV arrives damaged"}},
 		{"a shorter context", VLLM, func(_, d *fake) { d.context = 520 }, &yes, []string{"warning context lengths differ: 2048 and 520", "ok KV moves"}},
 		{"sglang", SGLang, nil, &yes, []string{"ok in its mode it computes no prompts"}},
-		{"sglang, prefill refuses", SGLang, func(p, _ *fake) {
-			p.context = 100
-			p.answers["/server_info"] = strings.Replace(p.answers["/server_info"], "4096", "null", 1)
-		}, nil,
-			[]string{"error the prefill leg was refused, status 400: the prompt is too long -> bootstrap port"}},
+		{"sglang, prefill refuses", SGLang, func(p, _ *fake) { p.noRoute = true }, nil, []string{"error the prefill leg was refused, status 404 -> bootstrap port"}},
+		{"sglang, decode refuses", SGLang, func(_, d *fake) { d.noRoute = true }, nil, []string{"error the decode leg was refused, status 404 -> bootstrap port"}},
 		{"sglang, not in its mode", SGLang, func(_, d *fake) {
 			d.answers["/server_info"] = strings.Replace(d.answers["/server_info"], `"decode"`, `"null"`, 1)
 		}, nil, []string{"error named as a decode server, and its role is whole -> --disaggregation-mode decode"}},
