@@ -141,6 +141,11 @@ func (c Config) checked() (Config, error) {
 	case c.Request.Temperature < 0:
 		return bad("Request.Temperature", "%v is negative", c.Request.Temperature)
 	}
+	for _, t := range c.Targets {
+		if _, err := baseURL(t.URL); err != nil {
+			return c, err
+		}
+	}
 	switch c.Request.Prompt {
 	case IDs, Text, Chat:
 	default:

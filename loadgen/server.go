@@ -40,7 +40,7 @@ func look(ctx context.Context, t Target, q *Request) (*server, error) {
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
 	defer cancel()
 	if err := s.listing(ctx); err != nil && s.model == "" {
-		return nil, fmt.Errorf("loadgen: %s: %w (a server that does not list its models needs Target.Model)", base, err)
+		return nil, fmt.Errorf("loadgen: %s does not list its models, so name one: %w", base, err)
 	}
 	s.tokenIDs = s.owner == "baton" || s.owner == "vllm"
 	if q.TokenIDs != nil {

@@ -129,7 +129,7 @@ func (c *benchCmd) Run(env *environment) (err error) {
 	env.started() // it reports what it has measured even when it is interrupted
 	report, err := loadgen.Run(env.ctx, config)
 	if report == nil {
-		return err
+		return flagError(err)
 	}
 	if config.Progress != nil {
 		fmt.Fprint(os.Stderr, "\r\x1b[K")
