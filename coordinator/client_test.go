@@ -125,3 +125,24 @@ func TestClientOfAnotherModel(t *testing.T) {
 		}
 	}
 }
+
+// A prompt that no message can carry is refused in the client's terms, and the connection stays.
+func TestPromptThatNoMessageCarries(t *testing.T) {
+	s := newServer(t, ServerConfig{})
+	c, err := Dial(t.Context(), listen(t, s, "127.0.0.1:0"), ClientConfig{Logger: quiet(), Wire: wire.Options{MaxFrame: 1 << 20}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	_, err = c.Submit(t.Context(), &wire.SubmitRequest{Prompt: make(wire.Tokens, 1<<19)})
+	var failed *RequestError
+	if !errors.As(err, &failed) || failed.Code != wire.CodeInvalid || failed.Field != "prompt" || failed.Retryable {
+		t.Fatalf("got %+v", err)
+	}
+	if said := failed.Error(); !strings.Contains(said, "524288 tokens") || !strings.Contains(said, "1 MiB") || strings.Contains(said, "wire") || strings.Contains(said, "Options") {
+		t.Errorf("it says %q", said)
+	}
+	if _, err := c.Status(t.Context()); err != nil {
+		t.Errorf("afterwards: %v", err)
+	}
+}

@@ -62,7 +62,7 @@ func (e *MalformedError) Unwrap() error { return e.Err }
 type FrameSizeError struct{ Size, Limit int }
 
 func (e *FrameSizeError) Error() string {
-	return fmt.Sprintf("wire: frame of %d bytes exceeds the limit of %d: raise Options.MaxFrame on both sides or send less at once", e.Size, e.Limit)
+	return fmt.Sprintf("wire: a frame of %d bytes; at most %d are sent or accepted", e.Size, e.Limit)
 }
 
 const lengthSize = 4 // of the prefix of a frame
