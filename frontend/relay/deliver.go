@@ -1,8 +1,10 @@
 package relay
 
 import (
+	"context"
 	"errors"
 	"io"
+	"net"
 	"net/http"
 	"os"
 	"strconv"
@@ -77,12 +79,83 @@ func (x *exchange) whole(a *answer, start time.Time, prompt []byte) error {
 
 // stream copies events as they come.
 func (x *exchange) stream(a *answer, start time.Time, prompt []byte) error {
+	if prompt == nil || !x.r.includeUsage {
+		if client, ok := x.client(); ok && a.chunked {
+			return x.copyChunks(a, client, start)
+		}
+		return x.copyEvents(a, start, nil)
+	}
+	return x.copyEvents(a, start, &usageMerger{prompt: prompt})
+}
+
+// clientKey is where a request's context has the client's connection.
+type clientKey struct{}
+
+// ConnContext is for the http.Server of a program that has one of its own: with it, streams are copied to a client's
+// connection as they come from the worker's.
+func (s *Server) ConnContext(ctx context.Context, c net.Conn) context.Context {
+	return context.WithValue(ctx, clientKey{}, c)
+}
+
+// client is the client's connection if what is written there, once the head is sent, are the chunks of the answer.
+func (x *exchange) client() (net.Conn, bool) {
+	c, ok := x.ctx.Value(clientKey{}).(net.Conn)
+	return c, ok && x.direct
+}
+
+// copyChunks copies a stream together with its framing, from one connection's buffer to the other connection.
+func (x *exchange) copyChunks(a *answer, client net.Conn, start time.Time) error {
+	var framing chunks
+	defer func() { x.broken = !framing.between() }()
+	first := time.Time{}
+	for !framing.end {
+		b, err := a.next()
+		if err != nil {
+			return streamError(err)
+		}
+		forward, taken, err := framing.scan(b)
+		if err != nil {
+			return failed(errAnswer, err)
+		}
+		if forward > 0 {
+			if first.IsZero() {
+				first = time.Now()
+				x.s.metrics.transfer.Observe(first.Sub(start).Seconds())
+				x.beginEvents()
+				if err := x.flush(); err != nil {
+					return err
+				}
+			}
+			x.extendDeadline()
+			if _, err := client.Write(b[:forward]); err != nil {
+				return errClientGone
+			}
+		}
+		a.take(taken)
+		a.within(x.s.cfg.Timeouts.Stream)
+	}
+	a.done = true
+	if first.IsZero() {
+		return failed(errReset, errEmptyStream)
+	}
+	x.s.metrics.decode.Observe(time.Since(first).Seconds())
+	return nil
+}
+
+var errEmptyStream = errors.New("the stream is empty")
+
+// streamError is an error of reading a stream.
+func streamError(err error) error {
+	if errors.Is(err, os.ErrDeadlineExceeded) {
+		return failed(errTimeout, err)
+	}
+	return failed(errReset, err)
+}
+
+// copyEvents copies a stream and merges usages on the way if merge is not nil.
+func (x *exchange) copyEvents(a *answer, start time.Time, merge *usageMerger) error {
 	buf := streamBuffers.Get().(*[streamBuffer]byte)
 	defer streamBuffers.Put(buf)
-	var merge *usageMerger
-	if prompt != nil && x.r.includeUsage {
-		merge = &usageMerger{prompt: prompt}
-	}
 	first := time.Time{}
 	for {
 		a.within(x.s.cfg.Timeouts.Stream)
@@ -99,19 +172,16 @@ func (x *exchange) stream(a *answer, start time.Time, prompt []byte) error {
 		}
 		switch {
 		case err == nil:
-		case err == io.EOF:
-			if first.IsZero() {
-				return failed(errReset, io.ErrUnexpectedEOF)
-			}
+		case err != io.EOF:
+			return streamError(err)
+		case first.IsZero():
+			return failed(errReset, errEmptyStream)
+		default:
 			x.s.metrics.decode.Observe(time.Since(first).Seconds())
 			if merge == nil {
 				return nil
 			}
 			return x.write(merge.rest())
-		case errors.Is(err, os.ErrDeadlineExceeded):
-			return failed(errTimeout, err)
-		default:
-			return failed(errReset, err)
 		}
 	}
 }
@@ -151,16 +221,20 @@ func (x *exchange) beginEvents() {
 	x.begin(http.StatusOK)
 }
 
-// write queues bytes of the answer; flush sends them. The client's time to read is renewed once a second at most.
+// write queues bytes of the answer; flush sends them. The client's time to read is renewed, once a second at most.
 func (x *exchange) write(b []byte) error {
-	if deadline := time.Now().Add(x.s.cfg.Timeouts.Write); deadline.Sub(x.deadline) > time.Second {
-		x.deadline = deadline
-		_ = x.rc.SetWriteDeadline(deadline)
-	}
+	x.extendDeadline()
 	if _, err := x.w.Write(b); err != nil {
 		return errClientGone
 	}
 	return nil
+}
+
+func (x *exchange) extendDeadline() {
+	if deadline := time.Now().Add(x.s.cfg.Timeouts.Write); deadline.Sub(x.deadline) > time.Second {
+		x.deadline = deadline
+		_ = x.rc.SetWriteDeadline(deadline)
+	}
 }
 
 func (x *exchange) flush() error {
@@ -181,6 +255,9 @@ func (x *exchange) sendError(err error) int {
 		return e.status
 	}
 	_ = x.rc.SetWriteDeadline(time.Now().Add(x.s.cfg.Timeouts.Write))
+	if x.broken {
+		return e.status // finish breaks the connection
+	}
 	if x.began {
 		if isEvents(x.w.Header()) {
 			_ = x.write(append(e.appendJSON([]byte("data: ")), "\n\n"...))

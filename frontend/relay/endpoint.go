@@ -76,41 +76,19 @@ func newEndpoint(u *url.URL, trust *tls.Config, connectTimeout, idleTimeout time
 	return e
 }
 
-// conn is one connection. Reads count against budget, so that heads are bounded.
-type conn struct {
-	net.Conn
-	br       *bufio.Reader
-	budget   int
-	reused   bool
-	used     time.Time
-	deadline time.Time // of reads, as last set
-}
-
-// unbounded is a budget for bodies; who reads those has limits of their own.
-const unbounded = 1 << 62
-
-var errHeadTooLarge = fmt.Errorf("the answer's headers are larger than %d bytes", maxHead)
-
-func (c *conn) Read(p []byte) (int, error) {
-	if c.budget <= 0 {
-		return 0, errHeadTooLarge
-	}
-	n, err := c.Conn.Read(p[:min(len(p), c.budget)])
-	c.budget -= n
-	return n, err
-}
-
 // answer is what an engine sent: the head, and the body to be read. It must be closed.
 type answer struct {
-	status int
-	header http.Header
-	length int64 // of the body; -1 when it is not known
-	body   io.Reader
-	conn   *conn
-	e      *endpoint
-	stop   func() bool
-	done   bool // the body was read to its end
-	lost   bool // the connection cannot be used again
+	status  int
+	header  http.Header
+	length  int64 // of the body; -1 when it is not known
+	body    io.Reader
+	chunked bool // body reads chunks from conn
+	seen    int  // bytes of the raw body in the buffer that were looked at
+	conn    *conn
+	e       *endpoint
+	stop    func() bool
+	done    bool // the body was read to its end
+	lost    bool // the connection cannot be used again
 }
 
 // call is a request to an engine.
@@ -167,8 +145,8 @@ func (e *endpoint) do(ctx context.Context, c *call, timeout time.Duration) (*ans
 }
 
 func (e *endpoint) exchange(conn *conn, c *call, timeout time.Duration) (*answer, error) {
-	conn.deadline = time.Now().Add(timeout)
-	if err := conn.SetDeadline(conn.deadline); err != nil {
+	conn.limit = time.Now().Add(timeout)
+	if err := conn.SetWriteDeadline(conn.limit); err != nil {
 		return nil, failed(errReset, err)
 	}
 	head := make([]byte, 0, 512)
@@ -204,8 +182,9 @@ func (e *endpoint) exchange(conn *conn, c *call, timeout time.Duration) (*answer
 	conn.budget = unbounded
 	return &answer{
 		status: res.StatusCode, header: res.Header, length: res.ContentLength, body: res.Body,
-		lost: res.Close || sent != nil || res.StatusCode == http.StatusSwitchingProtocols,
-		done: res.ContentLength == 0,
+		chunked: len(res.TransferEncoding) == 1 && res.TransferEncoding[0] == "chunked",
+		lost:    res.Close || sent != nil || res.StatusCode == http.StatusSwitchingProtocols,
+		done:    res.ContentLength == 0,
 	}, nil
 }
 
@@ -230,13 +209,30 @@ func (a *answer) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// within gives the next reads until now plus d. It moves the deadline only when that changes something.
-func (a *answer) within(d time.Duration) {
-	if deadline := time.Now().Add(d); deadline.Sub(a.conn.deadline) > d/8 || deadline.Before(a.conn.deadline) {
-		a.conn.deadline = deadline
-		_ = a.conn.SetReadDeadline(deadline)
+// next is what is there of the raw body beyond what was taken, and more than it was at the last call.
+func (a *answer) next() ([]byte, error) {
+	n := a.conn.br.Buffered()
+	if n == a.seen {
+		n++
 	}
+	if _, err := a.conn.br.Peek(n); err != nil {
+		if err == io.EOF {
+			err = io.ErrUnexpectedEOF
+		}
+		return nil, err
+	}
+	a.seen = a.conn.br.Buffered()
+	return a.conn.br.Peek(a.seen)
 }
+
+// take passes bytes of the raw body.
+func (a *answer) take(n int) {
+	_, _ = a.conn.br.Discard(n) // they are in the buffer
+	a.seen -= n
+}
+
+// within gives the next reads until now plus d.
+func (a *answer) within(d time.Duration) { a.conn.limit = time.Now().Add(d) }
 
 // readAll reads the body, of at most limit bytes, into buf's memory if that suffices.
 func (a *answer) readAll(buf []byte, limit int64) ([]byte, error) {
@@ -321,30 +317,7 @@ func (e *endpoint) dial(ctx context.Context) (*conn, error) {
 		}
 		c = t
 	}
-	made := &conn{Conn: c}
-	made.br = bufio.NewReaderSize(made, 8<<10)
-	return made, nil
-}
-
-// quiet reports whether nothing has arrived on an idle connection: neither its end nor bytes out of turn.
-func quiet(c net.Conn) bool {
-	if t, ok := c.(*tls.Conn); ok {
-		c = t.NetConn()
-	}
-	s, ok := c.(syscall.Conn)
-	if !ok {
-		return true
-	}
-	raw, err := s.SyscallConn()
-	if err != nil {
-		return false
-	}
-	open := false
-	err = raw.Read(func(fd uintptr) bool {
-		open = nothingToRead(fd)
-		return true
-	})
-	return err == nil && open
+	return newConn(c), nil
 }
 
 func (e *endpoint) put(c *conn) {

@@ -25,6 +25,8 @@ type exchange struct {
 
 	legs context.Context // ends with ctx, and when one of two legs that run at once fails
 
+	direct   bool      // the client takes chunks
+	broken   bool      // the client has got a part of a chunk
 	id       int64     // of the last try
 	began    bool      // the answer's first byte is on its way
 	deadline time.Time // of writes, as last set
@@ -57,7 +59,7 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request) {
 	ctx, cancel := context.WithCancelCause(r.Context())
 	defer cancel(nil)
 	defer context.AfterFunc(s.ctx, func() { cancel(context.Cause(s.ctx)) })()
-	x := &exchange{s: s, w: w, rc: http.NewResponseController(w), ctx: ctx, legs: ctx}
+	x := &exchange{s: s, w: w, rc: http.NewResponseController(w), ctx: ctx, legs: ctx, direct: r.ProtoMajor == 1 && r.ProtoMinor == 1}
 	buf := bodies.Get().(*[]byte)
 	err := x.run(r, buf)
 	if cap(*buf) <= maxPooled {
@@ -561,6 +563,9 @@ func (x *exchange) finish(r *http.Request, start time.Time, err error) {
 	level := slog.LevelInfo
 	if status >= http.StatusInternalServerError {
 		level = slog.LevelError
+	}
+	if x.broken {
+		defer panic(http.ErrAbortHandler) // nothing else would tell the client that its answer is not whole
 	}
 	if !x.s.log.Enabled(r.Context(), level) {
 		return

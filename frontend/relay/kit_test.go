@@ -56,7 +56,9 @@ func relayTo(t *testing.T, prefill, decode []*fake, change func(*Config)) *relay
 	if r.s, err = New(c); err != nil {
 		t.Fatal(err)
 	}
-	r.Server = httptest.NewServer(r.s.Handler())
+	r.Server = httptest.NewUnstartedServer(r.s.Handler())
+	r.Server.Config.ConnContext = r.s.ConnContext
+	r.Server.Start()
 	t.Cleanup(func() {
 		r.Server.Close()
 		r.s.Close()

@@ -4,10 +4,13 @@ import (
 	"bytes"
 	"encoding/json"
 	"errors"
+	"io"
 	"maps"
+	"net/http/httputil"
 	"slices"
 	"strings"
 	"testing"
+	"unicode/utf8"
 
 	"pgregory.net/rapid"
 )
@@ -75,7 +78,7 @@ func FuzzScanObject(f *testing.F) {
 	f.Fuzz(func(t *testing.T, raw []byte) {
 		o, err := scanObject(raw)
 		var want map[string]json.RawMessage
-		if !json.Valid(raw) || json.Unmarshal(raw, &want) != nil || want == nil {
+		if !utf8.Valid(raw) || !json.Valid(raw) || json.Unmarshal(raw, &want) != nil || want == nil {
 			return // the scan may be laxer
 		}
 		if err != nil {
@@ -239,4 +242,66 @@ func TestMergeUsage(t *testing.T) {
 	if n := cachedTokens([]byte(`{"prompt_tokens_details":{"cached_tokens":12}}`)); n != 12 {
 		t.Errorf("%d cached tokens", n)
 	}
+}
+
+// However a body's chunks are cut, what is forwarded are its chunks but the last.
+func TestChunks(t *testing.T) {
+	const chunked = "5\r\nhello\r\nA\r\n\r\n0\r\n\r\n0\r\n\r\n1\r\nx\r\n"
+	const body = chunked + "0\r\nTrailer: x\r\n\r\n"
+	for n := 1; n <= len(body); n++ {
+		var c chunks
+		var out, held []byte
+		for at := 0; at < len(body); at += n {
+			held = append(held, body[at:min(at+n, len(body))]...)
+			forward, taken, err := c.scan(held)
+			if err != nil {
+				t.Fatal(err)
+			}
+			out = append(out, held[:forward]...)
+			held = held[taken:]
+		}
+		if string(out) != chunked || !c.end || len(held) > 0 || !c.between() {
+			t.Fatalf("in pieces of %d: %q, %+v, %q is left", n, out, c, held)
+		}
+	}
+	for _, bad := range []string{"5\nhello", "\r\n", "x\r\n", "5;a=b\r\n", "1\r\nxy\r\n", "-1\r\n", "1234567890123456\r\n", strings.Repeat("0", maxLine+1)} {
+		var c chunks
+		if _, _, err := c.scan([]byte(bad)); err == nil {
+			t.Errorf("%q is taken", bad)
+		}
+	}
+}
+
+// Scanning agrees with the standard library's reader.
+func FuzzChunks(f *testing.F) {
+	f.Add([]byte("5\r\nhello\r\n0\r\n\r\n"), uint8(2))
+	f.Fuzz(func(t *testing.T, body []byte, cut uint8) {
+		var c chunks
+		var out, held []byte
+		for rest := body; len(rest) > 0 && !c.end; {
+			n := min(len(rest), int(cut)+1)
+			held = append(held, rest[:n]...)
+			rest = rest[n:]
+			forward, taken, err := c.scan(held)
+			if forward > taken || taken > len(held) {
+				t.Fatalf("forward %d, taken %d of %d", forward, taken, len(held))
+			}
+			out = append(out, held[:forward]...)
+			if err != nil {
+				return
+			}
+			held = held[taken:]
+		}
+		if !c.end {
+			return
+		}
+		want, err := io.ReadAll(httputil.NewChunkedReader(bytes.NewReader(body)))
+		if err != nil {
+			t.Fatalf("%q: %v", body, err)
+		}
+		got, err := io.ReadAll(httputil.NewChunkedReader(strings.NewReader(string(out) + "0\r\n\r\n")))
+		if err != nil || !bytes.Equal(got, want) {
+			t.Fatalf("%q forwards %q, %v", body, out, err)
+		}
+	})
 }

@@ -162,6 +162,7 @@ func (s *Server) Run(ctx context.Context, ln net.Listener) error {
 		IdleTimeout:       clientIdle,
 		MaxHeaderBytes:    s.cfg.Limits.MaxHeader,
 		ErrorLog:          slog.NewLogLogger(s.log.Handler(), slog.LevelDebug),
+		ConnContext:       s.ConnContext,
 	}
 	defer s.Close()
 	failed := make(chan error, 1)
