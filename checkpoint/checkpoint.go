@@ -87,9 +87,13 @@ func (c *Checkpoint) Parameters() int64 {
 }
 
 // Bytes is the size of all weights as stored, a tied head counted once.
-func (c *Checkpoint) Bytes() int64 {
+func (c *Checkpoint) Bytes() int64 { return c.Weights.Bytes() }
+
+// Bytes is the size of the weights as stored, a tied head counted once. What lies between the rows of slices of
+// columns does not count.
+func (w *Weights) Bytes() int64 {
 	var n int64
-	c.Weights.each(func(t tensor.Tensor) { n += int64(len(t.Data)) })
+	w.each(func(t tensor.Tensor) { n += int64(t.Rows()) * int64(t.DType.RowBytes(t.Cols())) })
 	return n
 }
 

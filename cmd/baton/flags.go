@@ -31,19 +31,24 @@ func (f modelFlags) name() string {
 	return filepath.Base(filepath.Clean(f.Model))
 }
 
+// kvFlags size the KV cache of an engine.
+type kvFlags struct {
+	BlockSize   int       `default:"32" help:"Tokens a KV block; a multiple of 16."`
+	KVMemory    byteCount `name:"kv-memory" placeholder:"SIZE" help:"KV cache of each engine, such as 512MiB or 4GiB. Default: enough for --max-requests sequences of full length, at most 2GiB."`
+	KVDtype     string    `name:"kv-dtype" enum:"auto,f32,bf16" default:"auto" help:"Element type of the KV cache. auto: f32 for f32 checkpoints, else bf16."`
+	MaxRequests int       `default:"64" help:"Requests an engine works on at a time."`
+	MaxSeqLen   int       `placeholder:"N" help:"Longest prompt plus answer, in tokens. Default: what the model was made for."`
+}
+
 // engineFlags size an engine.
 type engineFlags struct {
-	Transfer      string    `aliases:"disagg-kv-transport-backend" enum:"shm,tcp,tcp-push" default:"shm" help:"How KV moves from prefill to decode: shm (one host), tcp (decode reads), tcp-push (prefill writes)."`
-	BlockSize     int       `default:"32" help:"Tokens a KV block; a multiple of 16."`
-	KVMemory      byteCount `name:"kv-memory" placeholder:"SIZE" help:"KV cache of each engine, such as 512MiB or 4GiB. Default: enough for --max-requests sequences of full length, at most 2GiB."`
-	KVDtype       string    `name:"kv-dtype" enum:"auto,f32,bf16" default:"auto" help:"Element type of the KV cache. auto: f32 for f32 checkpoints, else bf16."`
-	Continuation  int       `placeholder:"N" help:"KV blocks set aside for the new tokens of a request when it begins; more are taken as they are needed, and requests may have to wait or start over for them. -1: all that it may need. Default: 4, or -1 for decode engines with --http."`
-	MaxRequests   int       `default:"64" help:"Requests an engine works on at a time."`
-	MaxTokens     int       `default:"512" help:"Tokens of one step; longer prompts are computed in chunks."`
-	MaxSeqLen     int       `placeholder:"N" help:"Longest prompt plus answer, in tokens. Default: what the model was made for."`
-	Threads       int       `placeholder:"N" help:"Threads that compute, per engine. Default: one a core."`
-	VerifyHandoff string    `enum:"off,sample,all" default:"off" help:"Compare KV with checksums that its source made, after it moved from prefill to decode: of no block, of every eighth and the last of a prompt, or of all. What arrives damaged is computed again. Engines of a coordinator must agree."`
-	Logprobs      string    `enum:"raw,processed" default:"raw" help:"Which distribution log-probabilities come from: the model's own, or the one that tokens are drawn from."`
+	kvFlags
+	Transfer      string `aliases:"disagg-kv-transport-backend" enum:"shm,tcp,tcp-push" default:"shm" help:"How KV moves from prefill to decode: shm (one host), tcp (decode reads), tcp-push (prefill writes)."`
+	Continuation  int    `placeholder:"N" help:"KV blocks set aside for the new tokens of a request when it begins; more are taken as they are needed, and requests may have to wait or start over for them. -1: all that it may need. Default: 4, or -1 for decode engines with --http."`
+	MaxTokens     int    `default:"512" help:"Tokens of one step; longer prompts are computed in chunks."`
+	Threads       int    `placeholder:"N" help:"Threads that compute, per engine. Default: one a core."`
+	VerifyHandoff string `enum:"off,sample,all" default:"off" help:"Compare KV with checksums that its source made, after it moved from prefill to decode: of no block, of every eighth and the last of a prompt, or of all. What arrives damaged is computed again. Engines of a coordinator must agree."`
+	Logprobs      string `enum:"raw,processed" default:"raw" help:"Which distribution log-probabilities come from: the model's own, or the one that tokens are drawn from."`
 }
 
 // outputFlags say how a model writes what is not content.

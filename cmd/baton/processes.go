@@ -7,11 +7,9 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
-	"baton/checkpoint"
 	"baton/coordinator"
 	"baton/engine"
 	"baton/frontend"
-	"baton/layout"
 	"baton/transfer/shm"
 	"baton/wire"
 )
@@ -244,55 +242,6 @@ func sleep(ctx context.Context) error {
 	case <-ctx.Done():
 		return ctx.Err()
 	}
-}
-
-// inspectCmd shows a model without serving it.
-type inspectCmd struct {
-	Model  string `arg:"" placeholder:"PATH" help:"Folder with config.json and safetensors, or a .gguf file."`
-	Shards string `placeholder:"SPEC" help:"Also check a shard layout."`
-}
-
-// attentionLine says what heads a model has, and what it caches.
-func attentionLine(s checkpoint.Spec) string {
-	if _, _, cached := s.Cache(); s.Latent.Rank > 0 {
-		return fmt.Sprintf("%d heads of dimension %d, values %d, over a latent of %d; %d numbers a token and layer in the cache",
-			s.Heads, s.HeadDim, s.Latent.Value, s.Latent.Rank, cached)
-	}
-	return fmt.Sprintf("%d heads, %d KV heads, head dimension %d", s.Heads, s.KVHeads, s.HeadDim)
-}
-
-func (c *inspectCmd) Run(env *environment) error {
-	m, err := modelFlags{Model: c.Model}.open(env.log)
-	if err != nil {
-		return err
-	}
-	defer m.Close()
-	s := m.Spec
-	fmt.Fprintf(env.stdout, "%s\n  family        %s\n  parameters    %d in %s (%s)\n  layers        %d, hidden %d, MLP %d\n"+
-		"  attention     %s\n  vocabulary    %d\n  context       %d tokens\n",
-		c.Model, s.Family, m.Parameters(), humanBytes(m.Bytes()), s.WeightType, s.Layers, s.HiddenSize, s.Intermediate,
-		attentionLine(s), s.VocabSize, s.MaxPositions)
-	if e := s.Experts; e.Count > 0 {
-		fmt.Fprintf(env.stdout, "  experts       %d of %d a token, MLP %d", e.TopK, e.Count, e.Intermediate)
-		if e.Shared > 0 {
-			fmt.Fprintf(env.stdout, ", shared MLP %d", e.Shared)
-		}
-		fmt.Fprintln(env.stdout)
-	}
-	if c.Shards == "" {
-		return nil
-	}
-	shards, err := layout.ParseShards(c.Shards)
-	if err != nil {
-		return fmt.Errorf("--shards: %w", err)
-	}
-	if err := checkShards(m.Checkpoint, shards); err != nil {
-		return err
-	}
-	for i, shard := range shards {
-		fmt.Fprintf(env.stdout, "  shard %d       %v\n", i, shard)
-	}
-	return nil
 }
 
 // versionCmd prints what this binary is.
