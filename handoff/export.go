@@ -291,7 +291,9 @@ func (c *Core) revoked(e Revoked) {
 		return
 	}
 	if !e.Quiesced {
-		c.keep(x)
+		if x.waited {
+			c.keep(x)
+		}
 		return
 	}
 	x.readable[e.Rank] = false
