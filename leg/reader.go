@@ -76,6 +76,8 @@ func checkState(job *Job, reg *wire.RegisterRole) *RequestError {
 		return invalid("prompt", "the prompt, of %d tokens, or its cache_salt, is not the one whose KV the state names: send prompt_token_ids as the context leg returned them", prompt)
 	case s.Export.Tokens != tokens:
 		return invalid(stateField, "the state holds KV of %d tokens; the prompt and first_gen_tokens but for the last are %d", s.Export.Tokens, tokens)
+	case job.Request.Sampling.PromptLogprobs && prompt > 1 && len(s.PromptLogprobs) != prompt-1:
+		return invalid("prompt_logprobs", "the context leg was not asked for prompt_logprobs; both legs of a request must be")
 	case len(s.Address) == 0 || len(s.Address) > maxAddress || len(s.Engine) > maxAddress:
 		return invalid(stateField, "the state does not say where its KV is")
 	case len(s.Ranks) == 0 || len(s.Export.Blocks) > math.MaxInt32/max(reg.Geometry.BlockSize, 1):
