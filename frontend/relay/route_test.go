@@ -149,7 +149,7 @@ func (r *relayed) delete(url string) result {
 func TestWorkers(t *testing.T) {
 	r := newRelay(t, "trtllm", nil)
 	more := newFake(t, "trtllm", r.prefill)
-	more.healthy = false
+	more.set(func() { more.healthy = false })
 	if got := r.post("/workers", fmt.Sprintf(`{"url":"%s/","role":"decode"}`, more.URL)); got.status != http.StatusAccepted {
 		t.Fatalf("%+v", got)
 	}
@@ -270,7 +270,7 @@ func TestDetect(t *testing.T) {
 	} {
 		f, d := newFake(t, "plain", nil), newFake(t, "plain", nil)
 		for _, f := range []*fake{f, d} {
-			f.owner, f.info = "", info
+			f.set(func() { f.owner, f.info = "", info })
 		}
 		r := relayTo(t, []*fake{f}, []*fake{d}, nil)
 		if got := r.s.Engine(); got != want {

@@ -38,6 +38,6 @@ async def relay(request):
 
 app = web.Application(client_max_size=1 << 26)
 app.cleanup_ctx.append(session)
-app.router.add_post("/v1/completions", relay)
-app.router.add_post("/v1/chat/completions", relay)
+for path in "/v1/completions", "/v1/chat/completions", "/generate":
+    app.router.add_post(path, relay)
 web.run_app(app, host="127.0.0.1", port=int(sys.argv[1]), print=None, access_log=None)

@@ -52,7 +52,7 @@ func run(args []string) error {
 	prompt := flags.Int("prompt", 32768, "ids of a prompt")
 	concurrency := flags.String("concurrency", "16,64,256", "requests at a time, in a closed loop")
 	requests := flags.Int("requests", 512, "requests of one measurement")
-	path := flags.String("path", "/v1/completions", "endpoint: /v1/completions with ids, /v1/chat/completions with text of that size")
+	path := flags.String("path", "/v1/completions", "endpoint: /v1/completions or /generate with ids, /v1/chat/completions with text of that size")
 	only := flags.String("only", "", "names of relays, separated by commas")
 	others := flags.String("others", "", "more relays: NAME=PORT=COMMAND, separated by semicolons; %P in a command is the port")
 	asJSON := flags.Bool("json", false, "print JSON")
@@ -127,7 +127,12 @@ func body(path string, prompt, tokens int) []byte {
 		b.WriteString(`"}]}`)
 		return b.Bytes()
 	}
-	b.WriteString(`"prompt":[`)
+	field := "prompt"
+	if strings.HasSuffix(path, "/generate") { // SGLang's own endpoint
+		field = "input_ids"
+		b.WriteString(`"sampling_params":{"max_new_tokens":` + strconv.Itoa(tokens) + `},`)
+	}
+	b.WriteString(`"` + field + `":[`)
 	for i := range prompt {
 		if i > 0 {
 			b.WriteByte(',')
