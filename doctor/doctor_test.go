@@ -100,6 +100,11 @@ func TestServersAreTold(t *testing.T) {
 			f.answers["/props"] = `{"build_info":"b9992-abc","total_slots":4,"default_generation_settings":{"n_ctx":2000}}`
 		}, nil, Server{Engine: LlamaCPP, Version: "b9992-abc", Model: "m", Context: 2000, Role: RoleWhole, Note: "4 slots", Healthy: true, Reachable: true},
 			[]string{"ok it answers"}},
+		{"an engine of ours", Baton, func(f *fake) {
+			f.owner = "x"
+			f.answers["/server_info"] = `{"engine":"baton","version":"v1","role":"both","shard":"tp=1","disaggregated_params":{"ctx_dp_size":1}}`
+		}, nil, Server{Engine: Baton, Version: "v1", Model: "m", Context: 2048, Role: RoleWhole, Note: "tp=1", Healthy: true, Reachable: true},
+			[]string{"ok it answers"}},
 		{"unknown", "someone", nil, nil,
 			Server{Engine: Unknown, Model: "m", Context: 2048, Role: RoleWhole, Healthy: true, Reachable: true},
 			[]string{"warning does not say what it is", "ok it answers"}},
@@ -174,6 +179,15 @@ func TestHandoffs(t *testing.T) {
 		{"trtllm, no state", TRTLLM, func(p, _ *fake) { p.stateless = true }, &no, []string{"error no encoded_opaque_state -> cache_transceiver_config"}},
 		{"trtllm, early end", TRTLLM, func(p, _ *fake) { p.finish = "stop" }, nil, []string{"warning the answer ended with its first token -> try again"}},
 		{"trtllm, lost", TRTLLM, func(p, d *fake) { d.peer = serve(p.t, TRTLLM, nil) }, nil, []string{"error the generation leg was refused, status 500: no such context"}},
+		{"baton", Baton, nil, &yes, []string{"ok the decode engine reports 16 blocks moved"}},
+		{"baton, nothing moved", Baton, func(_, d *fake) { d.handoff = strings.Replace(d.handoff, "16", "0", 1) }, &no, []string{"error no KV moves -> log"}},
+		{"baton, silent", Baton, func(p, _ *fake) { p.silent = true }, &no, []string{"error without disaggregated_params -> --role prefill"}},
+		{"baton, other weights", Baton, func(p, _ *fake) {
+			p.answers["/server_info"] = strings.Replace(p.answers["/server_info"], "abc", "abd", 1)
+		}, nil, []string{`error weights differ: "abd" and "abc" -> --model`}},
+		{"baton, swapped", Baton, func(p, d *fake) {
+			p.answers["/server_info"], d.answers["/server_info"] = d.answers["/server_info"], p.answers["/server_info"]
+		}, &yes, []string{"error named as a prefill server, and its role is decode -> --role prefill", "error named as a decode server, and its role is prefill -> --role decode", "ok KV moves"}},
 		{"two kinds", VLLM, func(_, d *fake) { d.owner = SGLang; d.answers["/metrics"] = "" }, nil,
 			[]string{"error one is vllm, the other sglang", "error its role is whole -> --disaggregation-mode decode"}},
 		{"two models", VLLM, func(_, d *fake) {

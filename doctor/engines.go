@@ -17,13 +17,9 @@ func (s *Server) readBaton(health *answer) {
 		if role == "both" {
 			s.Role = RoleWhole
 		}
-		s.Connector = text(s.info["transfer"])
-		if v := text(s.info["version"]); v != "" {
-			s.Version = v
-		}
-		if n := count(s.info["max_seq_len"]); n > 0 && s.Context == 0 {
-			s.Context = n
-		}
+		s.Connector = text(s.info["transport"])
+		s.Version = text(s.info["version"])
+		s.Note = text(s.info["shard"])
 		return
 	}
 	s.Role = RoleFrontend

@@ -71,6 +71,13 @@ func couple(t *testing.T, kind string, change func(p, d *fake)) (p, d *fake) {
 			`,"context_length":4096,"version":"0.5.23","served_model_name":"m","api_key":"secret"}`
 		d.answers["/server_info"] = strings.Replace(p.answers["/server_info"], `"prefill"`, `"decode"`, 1)
 	}
+	if kind == Baton {
+		for _, f := range []*fake{p, d} {
+			f.answers["/server_info"] = `{"engine":"baton","version":"v1","role":"` + f.role + `","fingerprint":"abc","transport":"shm","shard":"tp=2","block_size":32,` +
+				`"kv_dtype":"f32","state_format":1,"disaggregated_params":{"ctx_dp_size":1,"ctx_info_endpoint":[]}}`
+		}
+		d.handoff = `{"prefill_engine":"d0","decode_engine":"d0","blocks_moved":16,"blocks_reused":0,"bytes_moved":4096}`
+	}
 	if change != nil {
 		change(p, d)
 	}
@@ -150,6 +157,8 @@ func (f *fake) complete(w http.ResponseWriter, r *http.Request, body []byte) {
 		f.vllm(w, r, q)
 	case SGLang:
 		f.sglang(w, r, q)
+	case Baton:
+		f.trtllm(w, q)
 	default:
 		f.reply(w, q, "", "")
 	}
@@ -307,10 +316,6 @@ func (f *fake) trtllm(w http.ResponseWriter, q *query) {
 			http.Error(w, `{"error":"no such context"}`, http.StatusInternalServerError)
 			return
 		}
-		choice := ""
-		if f.kind == TRTLLM && f.handoff != "" {
-			choice = `,"handoff":` + f.handoff
-		}
-		f.reply(w, q, "", choice)
+		f.reply(w, q, "", "")
 	}
 }

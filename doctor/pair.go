@@ -67,6 +67,26 @@ func (t *trial) matches() bool {
 		t.find(Wrong, t.subject, fmt.Sprintf("connectors differ: %s and %s", p.Connector, d.Connector), "configure the same on both")
 		return false
 	}
+	return t.matchesOurs()
+}
+
+// matchesOurs compares what engines of ours say beyond that; those of others say nothing.
+func (t *trial) matchesOurs() bool {
+	if t.p.Engine != Baton {
+		return true
+	}
+	for _, f := range []struct{ name, what, do string }{
+		{"fingerprint", "weights", "serve the same --model on both"},
+		{"state_format", "formats of the state that is handed over", "run the same version on both"},
+		{"block_size", "block sizes", "give both the same --block-size"},
+		{"kv_dtype", "KV types", "give both the same --kv-dtype"},
+	} {
+		p, d := t.p.info[f.name], t.d.info[f.name]
+		if set(p) && set(d) && string(p) != string(d) {
+			t.find(Wrong, t.subject, fmt.Sprintf("%s differ: %s and %s", f.what, shorten(string(p)), shorten(string(d))), f.do)
+			return false
+		}
+	}
 	return true
 }
 

@@ -29,7 +29,9 @@ type Result struct {
 	OutputTokens, Streamed, Events int
 	Counted                        Count
 	Finish                         string
-	Err                            *RequestError
+	// IDs are the answer's token ids, in sessions of several turns whose prompts are ids; valid until Observe returns.
+	IDs []int32
+	Err *RequestError
 
 	gaps []gap
 }

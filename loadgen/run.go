@@ -308,6 +308,7 @@ func (g *game) play(ctx context.Context, s *Session, meant time.Time) {
 		g.running.Add(1)
 		g.send(ctx, x, r, x.body)
 		g.running.Add(-1)
+		r.IDs = x.parser.ids
 		if k+1 < len(s.Turns) && r.Err == nil {
 			if kind == IDs && len(x.parser.ids) == 0 {
 				r.Err = &RequestError{Kind: KindSession, Message: "no token ids came with the answer, and the next prompt is made of them: use text prompts for this server"}
