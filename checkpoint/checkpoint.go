@@ -37,6 +37,7 @@ type Checkpoint struct {
 type source interface {
 	Tensor(name string) (tensor.Tensor, bool)
 	Tensors() []tensor.Tensor // by name
+	Forget(t tensor.Tensor)
 	Close() error
 }
 
@@ -75,6 +76,10 @@ func (c *Checkpoint) Format() Format {
 // GGUF is the opened file, whose metadata holds tokenizer and chat template; nil for a folder, where they
 // are files under Path. It belongs to the Checkpoint: do not close it.
 func (c *Checkpoint) GGUF() *tensor.GGUF { return c.gguf }
+
+// Forget lets the system have the memory back that reading a slice of a weight took: for those who have a copy. It
+// can be read again.
+func (c *Checkpoint) Forget(t tensor.Tensor) { c.source.Forget(t) }
 
 // Close unmaps the weights. A second call does nothing.
 func (c *Checkpoint) Close() error { return c.source.Close() }

@@ -34,6 +34,7 @@ func (l *loader) experts(to *layerWeights, from []checkpoint.Expert) {
 }
 
 func (l *loader) loadExperts(ts []tensor.Tensor) compute.Experts {
+	ts = l.whole(ts)
 	if l.err != nil {
 		return nil
 	}

@@ -37,9 +37,9 @@ type layerWeights struct {
 }
 
 // LoadWeights makes a rank's part of a checkpoint's weights usable by the backend. The checkpoint must stay
-// open and must have passed CheckShard.
+// open and must have passed CheckShard. What is copied lives as long as the backend.
 func LoadWeights(b compute.Backend, ck *checkpoint.Checkpoint, part layout.Part) (*WeightSet, error) {
-	l, w := loader{backend: b, part: part}, ck.Shard(part)
+	l, w := loader{backend: b, part: part, forget: ck.Forget}, ck.Shard(part)
 	set := &WeightSet{
 		embed:  l.load(w.Embed),
 		norm:   l.load(w.Norm),
@@ -68,11 +68,16 @@ func LoadWeights(b compute.Backend, ck *checkpoint.Checkpoint, part layout.Part)
 type loader struct {
 	backend compute.Backend
 	part    layout.Part
+	forget  func(tensor.Tensor)
 	err     error
 }
 
 func (l *loader) load(t tensor.Tensor) compute.Weight {
 	if l.err != nil || t.Data == nil {
+		return nil
+	}
+	t = l.whole([]tensor.Tensor{t})[0]
+	if l.err != nil {
 		return nil
 	}
 	w, err := l.backend.Load(t)

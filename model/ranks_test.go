@@ -186,9 +186,9 @@ func newWork(rng *rand.Rand, passes, engine, vocab int) (work []model.Batch) {
 // Every layout gives the bits of one rank: engines with work of their own, now and then without any.
 func TestLayoutsGiveTheSameBits(t *testing.T) {
 	for family, specs := range map[string][]string{
-		"llama": {"tp=2", "pp=3", "tp=2,pp=2,stages=2/1"},
-		"qwen2": {"tp=2", "tp=4", "pp=2", "tp=4,pp=4"},
-		"qwen3": {"tp=2", "tp=4", "tp=8", "pp=2", "pp=3,stages=1/2/1", "tp=2,pp=2"},
+		"llama":             {"tp=2", "pp=3", "tp=2,pp=2,stages=2/1"},
+		"qwen2":             {"tp=2", "tp=4", "pp=2", "tp=4,pp=4"},
+		"qwen3":             {"tp=2", "tp=4", "tp=8", "pp=2", "pp=3,stages=1/2/1", "tp=2,pp=2"},
 		"deepseek_v3_plain": {"pp=2", "dp=2,ep=2"},
 		"deepseek_v3": {
 			"tp=2", "tp=4", "tp=8", "pp=3,stages=1/2/1", "tp=2,pp=2", "dp=2,ep=2", "tp=2,ep=2,expt_tp=1", "tp=2,dp=4,ep=4,expt_tp=2",

@@ -42,6 +42,10 @@ func (g *GGUF) Tensor(name string) (Tensor, bool) {
 // Tensors returns every tensor, by name.
 func (g *GGUF) Tensors() []Tensor { return sortedByName(g.tensors) }
 
+// Forget lets the system have the memory back that reading t, or a slice of one of the tensors, took. It can be
+// read again.
+func (g *GGUF) Forget(t Tensor) { forget([][]byte{g.data}, t.Data) }
+
 // Close unmaps the file; Tensors and metadata become unusable. A second call does nothing.
 func (g *GGUF) Close() error {
 	data := g.data

@@ -4,6 +4,9 @@ import (
 	"math"
 	"os"
 	"syscall"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
 )
 
 // mapFile maps a whole regular file read-only. The views that readers hand out point into it, so they
@@ -47,4 +50,22 @@ func unmap(data []byte) error {
 		return nil
 	}
 	return os.NewSyscallError("munmap", syscall.Munmap(data))
+}
+
+// forget gives the pages back in which data lies, if that is within one of the mappings: they come from the file
+// again when they are read. What else lies in them fares alike.
+func forget(maps [][]byte, data []byte) {
+	if len(data) == 0 {
+		return
+	}
+	at := uintptr(unsafe.Pointer(unsafe.SliceData(data)))
+	for _, m := range maps {
+		base := uintptr(unsafe.Pointer(unsafe.SliceData(m)))
+		if at < base || at+uintptr(len(data)) > base+uintptr(len(m)) {
+			continue
+		}
+		page := os.Getpagesize()
+		from, to := int(at-base)/page*page, int(at-base)+len(data)
+		_ = unix.Madvise(m[from:min((to+page-1)/page*page, len(m))], unix.MADV_DONTNEED) // it is advice
+	}
 }

@@ -119,6 +119,10 @@ func (s *Safetensors) Tensor(name string) (Tensor, bool) {
 // Tensors returns every tensor, by name.
 func (s *Safetensors) Tensors() []Tensor { return sortedByName(s.tensors) }
 
+// Forget lets the system have the memory back that reading t, or a slice of one of the tensors, took. It can be
+// read again.
+func (s *Safetensors) Forget(t Tensor) { forget(s.maps, t.Data) }
+
 // Close unmaps the files; every Tensor that came from them becomes unusable. A second call does nothing.
 func (s *Safetensors) Close() error {
 	var err error
