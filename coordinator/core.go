@@ -127,6 +127,7 @@ type Action struct {
 type Summary struct {
 	ID, ClientID              uint64
 	Client                    string
+	Trace                     string // the traceparent that it came with
 	Prefill, Decode           string // engine names; a colocated engine is named as Decode
 	PrefillRoute, DecodeRoute route.Decision
 	Outcome                   string // a wire.Finish… or a wire.Code…

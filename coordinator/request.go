@@ -73,7 +73,7 @@ func (c *Core) submit(p *peer, m *wire.SubmitRequest, ev *Event) {
 	if len(m.Resume) == 0 { // the digests are the prompt's alone
 		r.digests, r.digestSize = ev.Digests, ev.BlockSize
 	}
-	r.summary = Summary{ID: r.id, ClientID: r.clientID, Client: p.hello.Name, PromptTokens: r.prompt, Submitted: c.now}
+	r.summary = Summary{ID: r.id, ClientID: r.clientID, Client: p.hello.Name, PromptTokens: r.prompt, Submitted: c.now, Trace: r.msg.Trace}
 	p.requests[m.ID] = r
 	c.requests[r.id] = r
 	c.held += r.context
@@ -215,7 +215,7 @@ func (c *Core) start(r *request, e *engine, d route.Decision) {
 	}
 	m := &wire.SubmitRequest{
 		ID: l.id, Prompt: r.msg.Prompt, Sampling: r.msg.Sampling, Session: r.msg.Session, Salt: r.msg.Salt,
-		Handoff: handoff, Resume: slices.Clip(r.tokens),
+		Handoff: handoff, Resume: slices.Clip(r.tokens), Trace: r.msg.Trace,
 	}
 	if r.announced {
 		m.Sampling.PromptLogprobs, m.Sampling.PromptTopLogprobs = false, 0
@@ -231,6 +231,7 @@ func (c *Core) sendWithKV(r *request) {
 		Source: wire.Source{
 			Engine: source.Name, Incarnation: source.Incarnation, Ranks: source.Ranks, Export: *r.source.export,
 		},
+		Trace: r.msg.Trace,
 	})
 }
 

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"baton/kvcache"
+	"baton/tracing"
 	"baton/wire"
 )
 
@@ -30,6 +31,8 @@ type ServerConfig struct {
 	MaxStrangers int
 	// Logger gets one line a request, and what peers do wrong. Default: slog.Default.
 	Logger *slog.Logger
+	// Tracer gets a span a request, nil none.
+	Tracer *tracing.Tracer
 }
 
 // Server runs a Core for peers on the network and in this process.
@@ -360,6 +363,7 @@ func (s *Server) step(ev Event) {
 		case End:
 			s.metrics.ended(a.Summary)
 			logEnd(s.log, a.Summary)
+			traceEnd(s.cfg.Tracer, a.Summary)
 		case Exit:
 			s.log.Info("shutdown", "reason", a.Text)
 			if !s.asked {

@@ -75,7 +75,9 @@ func reread(t *testing.T, m wire.Message) wire.Message {
 
 // A step plan is the same batch in the other process, with the same fingerprint; another one has another.
 func TestPlansRoundTrip(t *testing.T) {
-	ids := func(t *rapid.T, name string) []int32 { return rapid.SliceOfN(rapid.Int32Range(0, 99), 0, 5).Draw(t, name) }
+	ids := func(t *rapid.T, name string) []int32 {
+		return rapid.SliceOfN(rapid.Int32Range(0, 99), 0, 5).Draw(t, name)
+	}
 	rapid.Check(t, func(t *rapid.T) {
 		b := model.Batch{Tokens: ids(t, "tokens"), Positions: ids(t, "positions"), Slots: ids(t, "slots"), Logits: ids(t, "logits")}
 		for range rapid.IntRange(0, 3).Draw(t, "sequences") {

@@ -95,7 +95,7 @@ func newChoice(g *generation, tok Tokenizer, format text.OutputFormat, index int
 }
 
 // request is what the backend is asked for.
-func (c *choice) request() *wire.SubmitRequest {
+func (c *choice) request(trace string) *wire.SubmitRequest {
 	sampling := c.g.sampling
 	sampling.Seed = c.seed
 	sampling.Choice = c.index % c.g.n
@@ -105,7 +105,7 @@ func (c *choice) request() *wire.SubmitRequest {
 		sampling.MaxTokens = 1
 		sampling.MinTokens = 0
 	}
-	return &wire.SubmitRequest{Prompt: c.prompt.ids, Sampling: sampling, Session: c.g.session, Salt: c.g.salt}
+	return &wire.SubmitRequest{Prompt: c.prompt.ids, Sampling: sampling, Session: c.g.session, Salt: c.g.salt, Trace: trace}
 }
 
 // apply takes one result in. It fails if the backend lost or repeated tokens on the way.

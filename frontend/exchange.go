@@ -12,6 +12,9 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus/promhttp"
+	"go.opentelemetry.io/otel/attribute"
+
+	"baton/tracing"
 )
 
 // routes maps the endpoints. A known path with another method and an unknown path have JSON answers too.
@@ -85,6 +88,9 @@ func (s *Server) handle(endpoint string, f func(*exchange) error) http.HandlerFu
 		x := &exchange{s: s, w: w, r: r, rc: http.NewResponseController(w), ctx: ctx, id: randomID()}
 		w.Header().Set("X-Request-Id", x.id)
 		var err error
+		var span *tracing.Span
+		x.ctx, span = s.cfg.Tracer.Start(s.cfg.Tracer.FromHeader(ctx, r.Header), "HTTP "+endpoint, true, attribute.String("baton.http.id", x.id))
+		defer func() { span.End(err) }()
 		if s.begin() {
 			defer s.end()
 			s.metrics.inFlight.WithLabelValues(endpoint).Inc()

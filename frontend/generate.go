@@ -9,6 +9,8 @@ import (
 	"math/rand/v2"
 	"sync"
 
+	"go.opentelemetry.io/otel/attribute"
+
 	"baton/wire"
 )
 
@@ -123,8 +125,14 @@ func (s *Server) pump(ctx context.Context, c *choice, updates chan<- update) {
 			return false
 		}
 	}
+	ctx, span := s.cfg.Tracer.Start(ctx, "generate", false, attribute.Int("baton.choice", c.index))
+	defer func() {
+		span.Note(attribute.Int("baton.prompt_tokens", len(c.prompt.ids)))
+		span.End(nil)
+	}()
 	stream, err := s.submit(ctx, c)
 	if err != nil {
+		span.End(err)
 		send(update{err: err})
 		return
 	}

@@ -28,7 +28,9 @@ func (s *Server) chatCompletions(x *exchange) error {
 	if err := s.admit(&req.params, x.r.Header); err != nil {
 		return err
 	}
-	g, err := s.chatGeneration(x.ctx, req)
+	ctx, span := s.cfg.Tracer.Start(x.ctx, "render and tokenize", false)
+	g, err := s.chatGeneration(ctx, req)
+	span.End(err)
 	if err != nil {
 		return err
 	}
@@ -47,7 +49,9 @@ func (s *Server) completions(x *exchange) error {
 	if err := s.admit(&req.params, x.r.Header); err != nil {
 		return err
 	}
+	_, span := s.cfg.Tracer.Start(x.ctx, "tokenize", false)
 	g, err := s.completionGeneration(req)
+	span.End(err)
 	if err != nil {
 		return err
 	}

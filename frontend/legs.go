@@ -317,9 +317,9 @@ func (g *generation) checkLeg() error {
 func (s *Server) submit(ctx context.Context, c *choice) (Stream, error) {
 	l := c.g.leg
 	if l == nil || l.kind == leg.Whole {
-		return s.backend.Submit(ctx, c.request())
+		return s.backend.Submit(ctx, c.request(s.cfg.Tracer.Parent(ctx)))
 	}
-	job := leg.Job{Kind: l.kind, Request: c.request(), Group: anyGroup}
+	job := leg.Job{Kind: l.kind, Request: c.request(s.cfg.Tracer.Parent(ctx)), Group: anyGroup}
 	if l.kind == leg.Context {
 		job.Group = l.group
 		return s.legs.submit(ctx, job)

@@ -14,6 +14,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"baton/text"
+	"baton/tracing"
 )
 
 // Config says what to serve. Backend and Model are required.
@@ -44,6 +45,8 @@ type Config struct {
 	ReadTimeout time.Duration
 	// Logger gets a line a request; nil discards them.
 	Logger *slog.Logger
+	// Tracer gets a tree of spans a request; nil none.
+	Tracer *tracing.Tracer
 	// Registry gets the server's metrics and is what /metrics shows; nil makes one.
 	Registry *prometheus.Registry
 }

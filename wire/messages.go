@@ -173,6 +173,8 @@ type SubmitRequest struct {
 	// Resume holds tokens that were generated before this submission (a continuation after a failure):
 	// they follow Prompt, are not sent again, and count against MaxTokens.
 	Resume Tokens
+	// Trace is the W3C traceparent of the request's span; empty when it is not traced.
+	Trace string
 }
 
 // TokenLogprobs are the alternatives at one position: IDs[i] had log-probability Logprobs[i], best
@@ -275,6 +277,7 @@ type SubmitRequestWithKV struct {
 	Salt      string
 	Generated Tokens
 	Source    Source
+	Trace     string // as in SubmitRequest
 }
 
 // KVTransferReady says that decode's destinations wait for a push.

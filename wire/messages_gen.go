@@ -2494,8 +2494,8 @@ func (z *StopProfiler) Msgsize() (s int) {
 // MarshalMsg implements msgp.Marshaler
 func (z *SubmitRequest) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
-	// array header, size 7
-	o = append(o, 0x97)
+	// array header, size 8
+	o = append(o, 0x98)
 	o = msgp.AppendUint64(o, z.ID)
 	o, err = z.Prompt.MarshalMsg(o)
 	if err != nil {
@@ -2515,6 +2515,7 @@ func (z *SubmitRequest) MarshalMsg(b []byte) (o []byte, err error) {
 		err = msgp.WrapError(err, "Resume")
 		return
 	}
+	o = msgp.AppendString(o, z.Trace)
 	return
 }
 
@@ -2583,6 +2584,14 @@ func (z *SubmitRequest) UnmarshalMsg(bts []byte) (o []byte, err error) {
 		if zb0001--; zb0001 == 0 {
 			break
 		}
+		z.Trace, bts, err = msgp.ReadStringBytes(bts)
+		if err != nil {
+			err = msgp.WrapError(err, "Trace")
+			return
+		}
+		if zb0001--; zb0001 == 0 {
+			break
+		}
 		for ; zb0001 > 0; zb0001-- {
 			bts, err = msgp.Skip(bts)
 			if err != nil {
@@ -2597,15 +2606,15 @@ func (z *SubmitRequest) UnmarshalMsg(bts []byte) (o []byte, err error) {
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *SubmitRequest) Msgsize() (s int) {
-	s = 1 + msgp.Uint64Size + z.Prompt.Msgsize() + z.Sampling.Msgsize() + msgp.StringPrefixSize + len(z.Session) + msgp.StringPrefixSize + len(z.Salt) + msgp.BoolSize + z.Resume.Msgsize()
+	s = 1 + msgp.Uint64Size + z.Prompt.Msgsize() + z.Sampling.Msgsize() + msgp.StringPrefixSize + len(z.Session) + msgp.StringPrefixSize + len(z.Salt) + msgp.BoolSize + z.Resume.Msgsize() + msgp.StringPrefixSize + len(z.Trace)
 	return
 }
 
 // MarshalMsg implements msgp.Marshaler
 func (z *SubmitRequestWithKV) MarshalMsg(b []byte) (o []byte, err error) {
 	o = msgp.Require(b, z.Msgsize())
-	// array header, size 7
-	o = append(o, 0x97)
+	// array header, size 8
+	o = append(o, 0x98)
 	o = msgp.AppendUint64(o, z.ID)
 	o, err = z.Prompt.MarshalMsg(o)
 	if err != nil {
@@ -2629,6 +2638,7 @@ func (z *SubmitRequestWithKV) MarshalMsg(b []byte) (o []byte, err error) {
 		err = msgp.WrapError(err, "Source")
 		return
 	}
+	o = msgp.AppendString(o, z.Trace)
 	return
 }
 
@@ -2697,6 +2707,14 @@ func (z *SubmitRequestWithKV) UnmarshalMsg(bts []byte) (o []byte, err error) {
 		if zb0001--; zb0001 == 0 {
 			break
 		}
+		z.Trace, bts, err = msgp.ReadStringBytes(bts)
+		if err != nil {
+			err = msgp.WrapError(err, "Trace")
+			return
+		}
+		if zb0001--; zb0001 == 0 {
+			break
+		}
 		for ; zb0001 > 0; zb0001-- {
 			bts, err = msgp.Skip(bts)
 			if err != nil {
@@ -2711,7 +2729,7 @@ func (z *SubmitRequestWithKV) UnmarshalMsg(bts []byte) (o []byte, err error) {
 
 // Msgsize returns an upper bound estimate of the number of bytes occupied by the serialized message
 func (z *SubmitRequestWithKV) Msgsize() (s int) {
-	s = 1 + msgp.Uint64Size + z.Prompt.Msgsize() + z.Sampling.Msgsize() + msgp.StringPrefixSize + len(z.Session) + msgp.StringPrefixSize + len(z.Salt) + z.Generated.Msgsize() + z.Source.Msgsize()
+	s = 1 + msgp.Uint64Size + z.Prompt.Msgsize() + z.Sampling.Msgsize() + msgp.StringPrefixSize + len(z.Session) + msgp.StringPrefixSize + len(z.Salt) + z.Generated.Msgsize() + z.Source.Msgsize() + msgp.StringPrefixSize + len(z.Trace)
 	return
 }
 

@@ -19,6 +19,7 @@ type coordinatorCmd struct {
 	coordinatorFlags
 	tlsFlags
 	peerFlags
+	traceFlags
 	Listen  string `default:"127.0.0.1:7000" help:"Address for engines and frontends."`
 	Metrics string `placeholder:"ADDR" help:"Also serve /metrics at this address."`
 }
@@ -38,7 +39,12 @@ func (c *coordinatorCmd) Run(env *environment) error {
 		return err
 	}
 	reg := newRegistry()
-	hub, err := coordinator.NewServer(coordinator.ServerConfig{Core: core, Logger: env.log, Wire: c.peers(sec.server())})
+	tracer, flush, err := c.tracer(env, "coordinator", listener.Addr().String())
+	if err != nil {
+		return err
+	}
+	defer flush()
+	hub, err := coordinator.NewServer(coordinator.ServerConfig{Core: core, Logger: env.log, Tracer: tracer, Wire: c.peers(sec.server())})
 	if err != nil {
 		return err
 	}
@@ -78,6 +84,7 @@ type engineCmd struct {
 	peerFlags
 	rankFlags
 	legFlags
+	traceFlags
 	Role         string `enum:"prefill,decode,both" default:"both" help:"What the engine does: ${enum}."`
 	Coordinator  string `placeholder:"ADDR" help:"Address of the coordinator. Default: 127.0.0.1:7000. Not with --http."`
 	Name         string `placeholder:"NAME" help:"Name of the engine, unique at its coordinator. Default: the role and a random number."`
@@ -122,9 +129,15 @@ func (c *engineCmd) Run(env *environment) error {
 	defer model.Close()
 	reg := newRegistry()
 	base := c.config(c.modelFlags, model.Checkpoint)
-	base.Logger, base.Metrics, base.TransferHost = env.log, engine.NewMetrics(reg), c.TransferHost
+	name := c.engineName()
+	tracer, flush, err := c.tracer(env, "engine", name)
+	if err != nil {
+		return err
+	}
+	defer flush()
+	base.Logger, base.Metrics, base.Tracer, base.TransferHost = env.log, engine.NewMetrics(reg), tracer, c.TransferHost
 	base.TransferTLS = sec.id
-	base.Role, base.Name, base.Shard, base.Placement = c.Role, c.engineName(), shape, placement
+	base.Role, base.Name, base.Shard, base.Placement = c.Role, name, shape, placement
 	c.apply(&base)
 	reg.MustRegister(base.Metrics.Aliases(c.name()))
 	if placement != nil {
@@ -174,6 +187,7 @@ type frontendCmd struct {
 	frontendFlags
 	tlsFlags
 	peerFlags
+	traceFlags
 	Coordinator string `default:"127.0.0.1:7000" placeholder:"ADDR" help:"Address of the coordinator. Default: ${default}."`
 }
 
@@ -205,12 +219,17 @@ func (c *frontendCmd) Run(env *environment) error {
 	if err != nil {
 		return err
 	}
+	tracer, flush, err := c.tracer(env, "frontend", listener.Addr().String())
+	if err != nil {
+		return err
+	}
+	defer flush()
 	client := coordinator.Open(c.Coordinator, coordinator.ClientConfig{
 		Name: "frontend " + listener.Addr().String(), Logger: env.log, Wire: c.peers(sec.client()),
 		Model: model.name, Fingerprint: model.Fingerprint(),
 	})
 	defer client.Close()
-	config.Backend, config.Registry = frontend.Native{Client: client}, newRegistry()
+	config.Backend, config.Registry, config.Tracer = frontend.Native{Client: client}, newRegistry(), tracer
 	server, err := frontend.New(config)
 	if err != nil {
 		return err

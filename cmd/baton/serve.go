@@ -22,6 +22,7 @@ type serveCmd struct {
 	coordinatorFlags
 	frontendFlags
 	certFlags
+	traceFlags
 	Shards string `aliases:"inference-shards" default:"tp=1,dp=1,role=prefill+tp=1,dp=1,role=decode" help:"Engines, as in \"tp=1,dp=2,role=prefill+tp=1,dp=2,role=decode\"; without roles they are colocated."`
 	Ask    string `placeholder:"QUESTION" help:"Ask the model a question once it is up, and show the answer."`
 }
@@ -54,15 +55,20 @@ func (c *serveCmd) Run(env *environment) error {
 	if err != nil {
 		return err
 	}
+	tracer, flush, err := c.tracer(env, "serve", listener.Addr().String())
+	if err != nil {
+		return err
+	}
+	defer flush()
 	reg := newRegistry()
-	hub, err := coordinator.NewServer(coordinator.ServerConfig{Core: core, Logger: env.log})
+	hub, err := coordinator.NewServer(coordinator.ServerConfig{Core: core, Logger: env.log, Tracer: tracer})
 	if err != nil {
 		return err
 	}
 	defer hub.Close()
 	reg.MustRegister(hub.Collector())
 	base := c.engineFlags.config(c.modelFlags, model.Checkpoint)
-	base.Logger, base.Metrics = env.log, engine.NewMetrics(reg)
+	base.Logger, base.Metrics, base.Tracer = env.log, engine.NewMetrics(reg), tracer
 	list, err := engines(env.ctx, shards, base)
 	if err != nil {
 		return err
@@ -79,7 +85,7 @@ func (c *serveCmd) Run(env *environment) error {
 		return err
 	}
 	defer client.Close()
-	front.Backend, front.Registry = frontend.Native{Client: client}, reg
+	front.Backend, front.Registry, front.Tracer = frontend.Native{Client: client}, reg, tracer
 	server, err := frontend.New(front)
 	if err != nil {
 		return err
