@@ -15,7 +15,6 @@ import (
 	"baton/layout"
 	"baton/mtls"
 	"baton/tensor"
-	"baton/tracing"
 	"baton/wire"
 )
 
@@ -71,8 +70,7 @@ type Config struct {
 	Logprobs LogprobsMode
 
 	Logger  *slog.Logger
-	Metrics *Metrics        // nil for none
-	Tracer  *tracing.Tracer // nil for none
+	Metrics *Metrics // nil for none
 }
 
 // withDefaults fills in what is zero and checks the rest.
@@ -139,19 +137,19 @@ func (c Config) validate() error {
 	spec := c.Checkpoint.Spec
 	switch {
 	case !slices.Contains([]string{wire.RolePrefill, wire.RoleDecode, wire.RoleBoth}, c.Role):
-		return fmt.Errorf("engine: role %q; it must be prefill, decode or both", c.Role)
+		return fmt.Errorf("engine: --role is %q; it must be prefill, decode or both", c.Role)
 	case c.BlockSize < compute.Tile || c.BlockSize%compute.Tile != 0:
-		return fmt.Errorf("engine: a block size of %d tokens; it must be a multiple of %d", c.BlockSize, compute.Tile)
+		return fmt.Errorf("engine: --block-size is %d; it must be a multiple of %d", c.BlockSize, compute.Tile)
 	case c.KVType != tensor.F32 && c.KVType != tensor.BF16:
 		return fmt.Errorf("engine: KV type %s; it must be f32 or bf16", c.KVType)
 	case c.MaxRequests < 1 || c.MaxTokens < c.MaxRequests:
 		return fmt.Errorf("engine: %d tokens a step for up to %d requests; a step must hold a token of each (raise --max-tokens or lower --max-requests)", c.MaxTokens, c.MaxRequests)
 	case c.MaxSeqLen < 2 || c.MaxSeqLen > spec.MaxPositions:
-		return fmt.Errorf("engine: a sequence length of %d; the model serves 2 to %d", c.MaxSeqLen, spec.MaxPositions)
+		return fmt.Errorf("engine: --max-seq-len is %d; the model serves 2 to %d", c.MaxSeqLen, spec.MaxPositions)
 	case c.Threads < 1:
-		return fmt.Errorf("engine: %d threads; at least 1 is needed", c.Threads)
+		return fmt.Errorf("engine: --threads is %d; it must be 1 or more", c.Threads)
 	case c.Logprobs != LogprobsRaw && c.Logprobs != LogprobsProcessed:
-		return fmt.Errorf("engine: logprobs mode %q; it must be raw or processed", c.Logprobs)
+		return fmt.Errorf("engine: --logprobs is %q; it must be raw or processed", c.Logprobs)
 	case c.ExportLease < 0:
 		return fmt.Errorf("engine: an export lease of %v; it must be positive (--export-lease)", c.ExportLease)
 	case c.blocks() < 1:

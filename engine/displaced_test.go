@@ -1,7 +1,9 @@
 package engine
 
 import (
+	"bytes"
 	"context"
+	"errors"
 	"log/slog"
 	"strings"
 	"testing"
@@ -84,5 +86,40 @@ func awaitEngines(t *testing.T, client *coordinator.Client, n int) {
 		if len(status.Engines) == n {
 			return
 		}
+	}
+}
+
+// An engine whose coordinator is away says so once, and once more when something else is in the way.
+func TestAwayCoordinatorIsToldOnce(t *testing.T) {
+	ck, err := checkpoint.Open("../testdata/goldens/llama")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ck.Close()
+	var log bytes.Buffer
+	e, err := Open(t.Context(), Config{
+		Checkpoint: ck, KVBytes: 1 << 20, MaxRequests: 1, Threads: 1,
+		Logger: slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelDebug})),
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer e.Close()
+	ctx, stop := context.WithCancel(t.Context())
+	tries := 0
+	err = e.Run(ctx, func(context.Context, wire.Connect) (*wire.Conn, error) {
+		switch tries++; {
+		case tries <= 2:
+			return nil, errors.New("connection refused")
+		case tries == 5:
+			stop()
+		}
+		return nil, errors.New("it may want TLS")
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if said := log.String(); strings.Count(said, "level=WARN") != 2 || strings.Count(said, "level=DEBUG") != 2 {
+		t.Errorf("it says\n%s", said)
 	}
 }

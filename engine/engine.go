@@ -41,7 +41,6 @@ type Engine struct {
 	// Owned by Run.
 	conn      *wire.Conn
 	passing   bool
-	traces    *traces
 	leaving   error          // why, once the coordinator said that the engine is to: errStopped or an *awayError
 	profile   *profile       // being written
 	transfers map[uint64]int // the rank of each that is under way
@@ -55,7 +54,6 @@ func newEngine(c Config) *Engine {
 		done:      make(chan passed, 1),
 		events:    newMailbox(),
 		broken:    make(chan error, 1),
-		traces:    newTraces(c.Tracer, c.Name),
 		transfers: map[uint64]int{},
 	}
 }
@@ -72,9 +70,9 @@ type Dialer func(ctx context.Context, hello wire.Connect) (*wire.Conn, error)
 // cannot go on: a refused registration, another engine in its place, or a device fault.
 func (e *Engine) Run(ctx context.Context, dial Dialer) error {
 	const firstPause, longestPause = 50 * time.Millisecond, 2 * time.Second
-	pause := firstPause
+	pause, told := firstPause, ""
 	for ctx.Err() == nil {
-		err := e.session(ctx, dial, func() { pause = firstPause })
+		err := e.session(ctx, dial, func() { pause, told = firstPause, "" })
 		var fatal fatalError
 		if errors.As(err, &fatal) {
 			return fatal.error
@@ -88,7 +86,11 @@ func (e *Engine) Run(ctx context.Context, dial Dialer) error {
 			e.log.Info("stopped")
 			break
 		}
-		e.log.Warn("coordinator not reachable", "error", err, "retry_in", pause)
+		level := slog.LevelDebug // it was said already
+		if why := err.Error(); why != told {
+			level, told = slog.LevelWarn, why
+		}
+		e.log.Log(ctx, level, "no coordinator; looking for it", "error", err, "retry_in", pause)
 		select {
 		case <-ctx.Done():
 		case err := <-e.broken:
@@ -211,11 +213,11 @@ func (e *Engine) serve(ctx context.Context, inbox <-chan wire.Message, ended <-c
 		}
 		select {
 		case m := <-inbox:
-			e.received(m)
+			e.step(Received{m})
 			for more := true; more; { // take what has arrived together before planning
 				select {
 				case m := <-inbox:
-					e.received(m)
+					e.step(Received{m})
 				default:
 					more = false
 				}
@@ -255,11 +257,6 @@ func (e *Engine) lastWord(inbox <-chan wire.Message) error {
 			return e.leaving
 		}
 	}
-}
-
-func (e *Engine) received(m wire.Message) {
-	e.traces.received(m)
-	e.step(Received{m})
 }
 
 // plan starts the next pass if none is under way and there is one.
@@ -394,7 +391,6 @@ func (e *Engine) profiler(path string) {
 
 // send gives a message to the connection. A failure shows as the end of the session.
 func (e *Engine) send(m wire.Message) {
-	e.traces.sent(m)
 	switch m := m.(type) {
 	case *wire.EngineReply:
 		e.metrics.results(m.Results)
@@ -408,7 +404,6 @@ func (e *Engine) send(m wire.Message) {
 
 // abandon drops everything when the connection is gone, and waits for the pass that may still be under way.
 func (e *Engine) abandon() {
-	e.traces.drop()
 	e.profiler("")
 	e.step(Disconnected{})
 	if e.passing {

@@ -40,6 +40,9 @@ func TestRefusedCommandLines(t *testing.T) {
 		{"engine --model x --coordinator foo", 1, "--coordinator foo is not an address"},
 		{"engine --model x --shard=dp=4096", 1, "must be one shard of at most"},
 		{"engine --model x --role cook", 2, "--role"},
+		{"engine --model " + goldenPath("qwen3") + " --block-size 20", 1, "--block-size is 20; it must be a multiple of 16"},
+		{"engine --model " + goldenPath("qwen3") + " --max-seq-len 1", 1, "--max-seq-len is 1; the model serves 2 to 4096"},
+		{"engine --model " + goldenPath("qwen3") + " --threads=-1", 1, "--threads is -1; it must be 1 or more"},
 	} {
 		var out, log bytes.Buffer
 		args := strings.Fields(tc.args)
