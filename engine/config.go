@@ -87,7 +87,7 @@ func (c Config) withDefaults() (Config, error) {
 	if p := c.Placement; p != nil {
 		one := *p
 		one.Host = orElse(one.Host, "127.0.0.1")
-		if c.Placement = &one; len(one.Ranks) == 0 || !slices.IsSorted(one.Ranks) || !one.leads() && c.Shard.TP == 0 {
+		if c.Placement = &one; len(one.Ranks) == 0 || !slices.IsSorted(one.Ranks) || !one.Leads() && c.Shard.TP == 0 {
 			return c, fmt.Errorf("engine: Placement.Ranks is %v; it must be sorted, and begin with rank 0 where the shard is led", one.Ranks)
 		}
 	}

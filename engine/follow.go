@@ -35,8 +35,8 @@ const kindRank = "rank"
 // rankSilence is how long nothing may be heard from another process of a shard.
 const rankSilence = 5 * time.Second
 
-// leads reports whether this process schedules for the shard.
-func (p *Placement) leads() bool { return len(p.Ranks) > 0 && p.Ranks[0] == 0 }
+// Leads reports whether this process schedules for the shard.
+func (p *Placement) Leads() bool { return len(p.Ranks) > 0 && p.Ranks[0] == 0 }
 
 // meshListener opens the port at which the ranks of other processes reach those of this one.
 func (p *Placement) meshListener() (net.Listener, string, error) {

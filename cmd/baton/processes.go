@@ -141,16 +141,11 @@ func (c *engineCmd) Run(env *environment) error {
 	c.apply(&base)
 	reg.MustRegister(base.Metrics.Aliases(c.name()))
 	if placement != nil {
-		if err := sec.reach("--leader", c.Leader); err != nil {
+		if err := c.secureRanks(sec, placement); err != nil {
 			return err
 		}
-		if err := sec.transfer("--transfer-host", c.TransferHost); err != nil {
-			return err
-		}
-		placement.Host, placement.Dial, placement.Accept = c.TransferHost, sec.client(), sec.server()
-		if placement.Ranks[0] != 0 {
-			env.started()
-			return engine.Follow(env.ctx, base)
+		if !placement.Leads() {
+			return c.follow(env, sec, base, reg)
 		}
 	}
 	shard, err := engine.Open(env.ctx, base)

@@ -1,10 +1,14 @@
 package main
 
 import (
+	"context"
 	"fmt"
 	"slices"
 	"strconv"
 	"strings"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"golang.org/x/sync/errgroup"
 
 	"baton/engine"
 	"baton/layout"
@@ -71,3 +75,28 @@ func (f rankFlags) shape() (layout.Shard, error) {
 
 // maxShardRanks bounds the ranks of a shard that several processes run.
 const maxShardRanks = 1024
+
+// secureRanks checks how this process meets those of the other ranks.
+func (c *engineCmd) secureRanks(sec *security, p *engine.Placement) error {
+	if err := sec.reach("--leader", c.Leader); err != nil {
+		return err
+	}
+	if err := sec.transfer("--transfer-host", c.TransferHost); err != nil {
+		return err
+	}
+	p.Host, p.Dial, p.Accept = c.TransferHost, sec.client(), sec.server()
+	return nil
+}
+
+// follow runs ranks of a shard that another process leads.
+func (c *engineCmd) follow(env *environment, sec *security, base engine.Config, reg *prometheus.Registry) error {
+	env.started()
+	group, ctx := errgroup.WithContext(env.ctx)
+	ctx, stop := context.WithCancel(ctx)
+	group.Go(func() error {
+		defer stop()
+		return engine.Follow(ctx, base)
+	})
+	group.Go(func() error { return serveMetrics(ctx, sec, c.Metrics, reg, env.log) })
+	return group.Wait()
+}
