@@ -15,6 +15,7 @@ import (
 	"baton/layout"
 	"baton/mtls"
 	"baton/tensor"
+	"baton/tracing"
 	"baton/wire"
 )
 
@@ -70,7 +71,8 @@ type Config struct {
 	Logprobs LogprobsMode
 
 	Logger  *slog.Logger
-	Metrics *Metrics // nil for none
+	Metrics *Metrics        // nil for none
+	Tracer  *tracing.Tracer // nil for none
 }
 
 // withDefaults fills in what is zero and checks the rest.
