@@ -115,14 +115,27 @@ func (f peerFlags) peers(o wire.Options) wire.Options {
 
 // coordinatorFlags tune a coordinator.
 type coordinatorFlags struct {
-	Routing    string        `enum:"prefix,least-loaded,round-robin,session" default:"prefix" help:"How engines are chosen: ${enum}."`
-	EngineWait time.Duration `default:"10s" help:"How long requests wait for an engine to come (back) when their role has none."`
-	DrainWait  time.Duration `default:"30s" help:"How long an engine that leaves may take to end its requests before they move."`
+	Routing    string `enum:"prefix,least-loaded,round-robin,session" default:"prefix" help:"How engines are chosen: ${enum}."`
+	EngineWait period `default:"10s" help:"How long requests wait for an engine to come (back) when their role has none."`
+	DrainWait  period `default:"30s" help:"How long an engine that leaves may take to end its requests before they move."`
 }
 
 func (f coordinatorFlags) config() (coordinator.Config, error) {
 	policy, err := route.ByName(f.Routing)
-	return coordinator.Config{Policy: policy, Wait: f.EngineWait, DrainWait: f.DrainWait}, err
+	return coordinator.Config{Policy: policy, Wait: time.Duration(f.EngineWait), DrainWait: time.Duration(f.DrainWait)}, err
+}
+
+// period is a duration of more than nothing.
+type period time.Duration
+
+// UnmarshalText reads 500ms or 5s.
+func (p *period) UnmarshalText(text []byte) error {
+	d, err := time.ParseDuration(string(text))
+	if err != nil || d <= 0 {
+		return fmt.Errorf("%q is no duration of more than 0, such as 500ms or 5s", text)
+	}
+	*p = period(d)
+	return nil
 }
 
 // byteCount is a size such as 512MiB.

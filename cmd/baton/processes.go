@@ -62,11 +62,11 @@ func (c *coordinatorCmd) Run(env *environment) error {
 			return nil
 		case <-ctx.Done():
 		}
-		env.log.Info("draining", "at_most", c.DrainWait)
-		drain, cancel := context.WithTimeout(context.WithoutCancel(ctx), c.DrainWait)
+		env.log.Info("draining", "at_most", time.Duration(c.DrainWait))
+		drain, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Duration(c.DrainWait))
 		defer cancel()
 		if err := hub.Shutdown(drain); err != nil {
-			env.log.Warn("requests were cut off", "after", c.DrainWait)
+			env.log.Warn("requests were cut off", "after", time.Duration(c.DrainWait))
 		}
 		env.log.Info("drained")
 		return nil

@@ -157,6 +157,9 @@ func (s *security) client() wire.Options { return wire.Options{TLS: s.id.Client(
 
 // transfer checks that peers can reach this process's KV at host under the certificate it has.
 func (s *security) transfer(flag, host string) error {
+	if _, _, err := net.SplitHostPort(host); err == nil || host == "" {
+		return fmt.Errorf("%s %s is not a host: write a name or an IP address, without a port", flag, host)
+	}
 	if s.id == nil {
 		return s.permit(flag, host)
 	}
@@ -185,7 +188,11 @@ func (f keyFlags) keys() (frontend.APIKeys, error) {
 	if f.APIKeyFile == "" {
 		return frontend.APIKeys{}, nil
 	}
-	return frontend.ReadAPIKeys(f.APIKeyFile)
+	keys, err := frontend.ReadAPIKeys(f.APIKeyFile)
+	if err != nil {
+		err = fmt.Errorf("--api-key-file: %w", err)
+	}
+	return keys, err
 }
 
 // ownKey adds a key that only this process knows, for the question that it asks itself. It is empty when
