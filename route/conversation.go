@@ -45,6 +45,9 @@ func (*Conversation) Needs(conversation string) Need {
 	return NeedContent
 }
 
+// Done implements Router.
+func (*Conversation) Done(Choice) {}
+
 // Forget implements Router.
 func (c *Conversation) Forget(w Worker) { c.held.Forget(w.Slot) }
 

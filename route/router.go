@@ -16,6 +16,8 @@ type Router interface {
 	Needs(conversation string) Need
 	// Pick chooses among workers, of which there is at least one.
 	Pick(r Request, workers []Worker) Choice
+	// Done tells that the request of a choice has ended there.
+	Done(c Choice)
 	// Forget drops what is known of a worker that is gone.
 	Forget(w Worker)
 }
@@ -25,7 +27,7 @@ type Need uint8
 
 // The chains.
 const (
-	NeedContent Need = 1 << iota // Request.Content
+	NeedContent Need = 1 << iota // Request.Content, unless Tokens are needed too and known
 	NeedTokens                   // Request.Tokens
 )
 
@@ -42,6 +44,7 @@ type Worker struct {
 	Slot     int    // small; may be used again after Forget
 	Requests int    // requests it has
 	Content  int64  // bytes of their text
+	Reports  bool   // it tells what it holds
 }
 
 // Choice says who was chosen and why.
@@ -50,6 +53,8 @@ type Choice struct {
 	Reason string // one of the constants below
 	Match  int    // leading blocks of the request that it is thought to hold
 	Blocks int    // blocks of the request that were looked at
+
+	expected *Expectation
 }
 
 // Why a worker was chosen.
@@ -70,6 +75,9 @@ func (*TurnRouter) Name() string { return "round_robin" }
 // Needs implements Router.
 func (*TurnRouter) Needs(string) Need { return 0 }
 
+// Done implements Router.
+func (*TurnRouter) Done(Choice) {}
+
 // Forget implements Router.
 func (*TurnRouter) Forget(Worker) {}
 
@@ -88,6 +96,9 @@ func (*LoadRouter) Name() string { return "load_balancing" }
 
 // Needs implements Router.
 func (*LoadRouter) Needs(string) Need { return 0 }
+
+// Done implements Router.
+func (*LoadRouter) Done(Choice) {}
 
 // Forget implements Router.
 func (*LoadRouter) Forget(Worker) {}

@@ -158,6 +158,10 @@ func (s *Server) postWorker(w http.ResponseWriter, r *http.Request) {
 	if q.Events != "" {
 		spec.Events, spec.Replay = q.Events, q.Replay
 	}
+	if err := checkEvents(&spec); err != nil {
+		writeError(w, badRequest("events", "%v", err))
+		return
+	}
 	var legs []legKind
 	switch q.Role {
 	case "prefill":

@@ -336,7 +336,7 @@ func (x *exchange) passAny(r *http.Request) error {
 	if !x.s.fleet.has(decodeLeg) {
 		leg = prefillLeg
 	}
-	at, err := x.s.fleet.acquire(x.ctx, leg, x.r.routing(0), 0, nil, x.s.cfg.WorkerWait)
+	at, err := x.s.fleet.acquire(x.ctx, leg, x.r.routing(0, 0), 0, nil, x.s.cfg.WorkerWait)
 	if err != nil {
 		return &apiError{status: http.StatusServiceUnavailable, kind: "service_unavailable_error", code: "no_worker", retryAfter: 1, message: err.Error()}
 	}

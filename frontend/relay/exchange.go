@@ -244,7 +244,7 @@ func (x *exchange) attempt() error {
 // acquire gets a worker for a leg.
 func (x *exchange) acquire(l legKind, avoid ...*worker) (*lease, error) {
 	start := time.Now()
-	q := x.r.routing(x.s.fleet.need(l, x.r.conversation))
+	q := x.r.routing(x.s.fleet.need(l, x.r.conversation), x.s.held.blockSize())
 	got, err := x.s.fleet.acquire(x.ctx, l, q, int64(len(x.r.content)), append(avoid, x.failed...), x.s.cfg.WorkerWait)
 	if err != nil {
 		var none *noWorkerError

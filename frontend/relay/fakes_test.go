@@ -40,6 +40,8 @@ type fake struct {
 	push, noParams bool
 	finish         string // the finish reason of prefill legs
 	closed         chan struct{}
+	events         []string      // answers to come of /kv_cache_events
+	told           chan struct{} // closed when all but the last were asked for
 }
 
 type seen struct {
@@ -117,6 +119,9 @@ func (f *fake) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		}
 		io.WriteString(w, `{"0":{"engine_id":"engine-0"},"1":{"engine_id":"engine-1"}}`)
 		return
+	case "/kv_cache_events":
+		f.tellEvents(w)
+		return
 	case chatPath, completionsPath:
 	default:
 		http.NotFound(w, r)
@@ -149,6 +154,21 @@ func (f *fake) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	default:
 		f.generate(w, r, q, nil, "null")
 	}
+}
+
+// tellEvents answers what there is to tell, once. That the next one is asked for shows that it was taken.
+func (f *fake) tellEvents(w http.ResponseWriter) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	answer := "[]"
+	if len(f.events) > 0 {
+		answer = f.events[0]
+		if f.events = f.events[1:]; len(f.events) == 0 && f.told != nil {
+			close(f.told)
+			f.told = nil
+		}
+	}
+	io.WriteString(w, answer)
 }
 
 func refuse(w http.ResponseWriter, err error) {

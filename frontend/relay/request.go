@@ -169,11 +169,8 @@ func (r *request) findConversation(h http.Header) error {
 	return nil
 }
 
-// Sizes of the blocks that chains are made of.
-const (
-	contentBlock = 512 // bytes
-	tokenBlock   = 32  // ids
-)
+// contentBlock is the size of the blocks of text that chains are made of, in bytes.
+const contentBlock = 512
 
 var contentSeed = maphash.MakeSeed()
 
@@ -192,13 +189,13 @@ func contentChain(text []byte) []kvcache.Digest {
 }
 
 // routing is what routers see; need says what of it.
-func (r *request) routing(need route.Need) route.Request {
+func (r *request) routing(need route.Need, tokenBlock int) route.Request {
 	q := route.Request{Conversation: r.conversation}
-	if need&route.NeedContent != 0 {
-		q.Content = contentChain(r.content)
-	}
-	if need&route.NeedTokens != 0 {
+	if need&route.NeedTokens != 0 && r.body.getSet("cache_salt") == nil { // a salt makes blocks of its own
 		q.Tokens = kvcache.Chain(kvcache.Digest{}, tokenBlock, r.ids())
+	}
+	if need&route.NeedContent != 0 && len(q.Tokens) == 0 {
+		q.Content = contentChain(r.content)
 	}
 	return q
 }

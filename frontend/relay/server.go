@@ -24,6 +24,7 @@ type Server struct {
 	fleet   *fleet
 	metrics *metrics
 	handler http.Handler
+	held    *residency              // nil unless a router is kv_cache_aware
 	spoken  atomic.Pointer[dialect] // nil until a worker has joined that says what it is
 
 	// Requests and watchers run under ctx; cancel ends them all.
@@ -47,6 +48,9 @@ func New(cfg Config) (*Server, error) {
 	}
 	s := &Server{cfg: cfg, log: cfg.Logger, ids: ids}
 	held := route.NewIndex(0)
+	if cfg.PrefillRouter == residencyRouter || cfg.DecodeRouter == residencyRouter {
+		s.held = &residency{index: held}
+	}
 	prefill, err := route.NewRouter(cfg.PrefillRouter, held)
 	if err != nil {
 		return nil, err
@@ -223,6 +227,9 @@ func (s *Server) addWorker(spec Worker, l legKind) (*worker, error) {
 	if err != nil {
 		return nil, err
 	}
+	if err := checkEvents(&spec); err != nil {
+		return nil, err
+	}
 	w, isNew := s.fleet.add(spec, l, func() *endpoint {
 		return newEndpoint(u, s.cfg.TLS, s.cfg.Timeouts.Connect, s.cfg.Timeouts.Idle)
 	}, u.Hostname())
@@ -244,6 +251,7 @@ func (s *Server) addWorker(spec Worker, l legKind) (*worker, error) {
 		defer s.watchers.Done()
 		s.watch(ctx, w)
 	})
+	s.followEvents(ctx, w)
 	return w, nil
 }
 

@@ -26,6 +26,7 @@ type worker struct {
 	turns atomic.Uint64         // of its data-parallel ranks
 	kick  chan struct{}         // probes it at once
 
+	reports  bool          // guarded: its events are followed
 	roles    [2]bool       // guarded
 	joined   bool          // guarded: it has been identified since it last failed
 	healthy  bool          // guarded
