@@ -242,8 +242,7 @@ func TestTwoLegs(t *testing.T) {
 		{"shm", "tp=1", "tp=1", handoff.VerifyOff},
 		{"tcp", "tp=1", "tp=2", handoff.VerifyAll},
 		{"tcp-push", "tp=2", "tp=1", handoff.VerifySample},
-		{"shm", "tp=2,pp=3", "tp=1,pp=2", handoff.VerifyOff},
-		{"tcp-push", "tp=1,dp=2", "tp=2,dp=2", handoff.VerifyOff},
+		{"tcp-push", "tp=1,pp=3", "tp=2,dp=2", handoff.VerifyOff},
 	} {
 		t.Run(c.transport+" "+c.prefill+" to "+c.decode, func(t *testing.T) {
 			configure := func(spec string) func(*options) {
@@ -258,7 +257,7 @@ func TestTwoLegs(t *testing.T) {
 			}
 			prefill, decode := start(t, wire.RolePrefill, configure(c.prefill)), start(t, wire.RoleDecode, configure(c.decode))
 			var wg sync.WaitGroup
-			for i, n := range []int{1, 31, 32, 33, 100, 300} {
+			for i, n := range []int{1, 32, 77} {
 				wg.Go(func() {
 					req := question(n, uint64(i))
 					want, _, err := alone.do(t.Context(), Job{Request: req, Group: -1})
@@ -280,10 +279,10 @@ func TestTwoLegs(t *testing.T) {
 			wg.Wait()
 			prefill.rest(t)
 			decode.rest(t)
-			if s := prefill.Stats(); s.Exported != 6 || s.Released != 6 || s.Expired+s.Refused != 0 {
+			if s := prefill.Stats(); s.Exported != 3 || s.Released != 3 || s.Expired+s.Refused != 0 {
 				t.Errorf("the prefill side counts %+v", s)
 			}
-			if s := decode.Stats(); s.Read != 6 || s.Lost != 0 {
+			if s := decode.Stats(); s.Read != 3 || s.Lost != 0 {
 				t.Errorf("the decode side counts %+v", s)
 			}
 		})
@@ -318,7 +317,7 @@ func TestLeasesEnd(t *testing.T) {
 	var jobs []Job
 	var mu sync.Mutex
 	var wg sync.WaitGroup
-	for i := range 40 { // more than fit at a time: they wait for each other's leases
+	for i := range 20 { // more than fit at a time: they wait for each other's leases
 		wg.Go(func() {
 			job, err := prefill.context(t.Context(), question(40+i, uint64(i)))
 			if err != nil {
@@ -332,7 +331,7 @@ func TestLeasesEnd(t *testing.T) {
 	}
 	wg.Wait()
 	prefill.rest(t)
-	if s := prefill.Stats(); s.Expired != 40 || s.Released != 0 {
+	if s := prefill.Stats(); s.Expired != 20 || s.Released != 0 {
 		t.Errorf("%+v", s)
 	}
 	for _, job := range jobs {
@@ -341,7 +340,7 @@ func TestLeasesEnd(t *testing.T) {
 		}
 	}
 	decode.rest(t)
-	if s := prefill.Stats(); s.Refused != 40 {
+	if s := prefill.Stats(); s.Refused != 20 {
 		t.Errorf("%+v", s)
 	}
 }
@@ -390,12 +389,12 @@ func TestClientsLeave(t *testing.T) {
 	for _, transport := range []string{"shm", "tcp-push"} {
 		prefill, decode := pair(t, time.Second, func(o *options) { o.engine.Transport = transport })
 		var wg sync.WaitGroup
-		for i := range 24 {
+		for i := range 16 {
 			wg.Go(func() {
 				ctx, leave := context.WithCancel(t.Context())
 				defer leave()
 				time.AfterFunc(time.Duration(i)*time.Millisecond, leave)
-				req := question(300, uint64(i))
+				req := question(100, uint64(i))
 				req.Sampling.MaxTokens = 2000
 				first, st, err := prefill.do(ctx, Job{Kind: Context, Request: req, Group: -1})
 				if err != nil {
@@ -516,7 +515,7 @@ func TestStrangers(t *testing.T) {
 // A process that is told to stop lets requests, and readers of what it holds, come to their end.
 func TestDrain(t *testing.T) {
 	prefill, decode := pair(t, time.Minute, nil)
-	job, err := prefill.context(t.Context(), question(300, 1))
+	job, err := prefill.context(t.Context(), question(100, 1))
 	if err != nil {
 		t.Fatal(err)
 	}
