@@ -20,10 +20,10 @@ func layouts(n int) map[string]func(testing.TB) []*World {
 	}
 	l := map[string]func(testing.TB) []*World{
 		"local": func(testing.TB) []*World { return Local(n) },
-		"mesh":  func(tb testing.TB) []*World { return mesh(tb, 0, apart...) },
+		"mesh":  func(tb testing.TB) []*World { return mesh(tb, apart...) },
 	}
 	if n > 2 {
-		l["halves"] = func(tb testing.TB) []*World { return mesh(tb, 0, halves...) }
+		l["halves"] = func(tb testing.TB) []*World { return mesh(tb, halves...) }
 	}
 	return l
 }

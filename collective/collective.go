@@ -28,7 +28,8 @@ type Group interface {
 	// Size is the number of members.
 	Size() int
 	// AllReduce replaces m, of one shape on all members, by the sum over members, added in a binary tree
-	// over their ranks: ((0+1)+(2+3))+((4+5)+(6+7)). All get the same bits. Size must be a power of two.
+	// over their ranks: ((0+1)+(2+3))+((4+5)+(6+7)). All get the same bits (of a NaN only
+	// that it is one). Size must be a power of two.
 	AllReduce(m compute.Mat) error
 	// AllGatherRows stacks the members' src in rank order into dst, on all members. Members may have
 	// different numbers of rows, also none.

@@ -78,7 +78,7 @@ func values(m compute.Mat) []uint32 {
 func newRand(seed int) *rand.Rand { return rand.New(rand.NewPCG(uint64(seed), 7)) }
 
 // patience is how long a test waits for what must happen.
-const patience = 20 * time.Second
+const patience = 30 * time.Second
 
 // together runs f for every rank at once and returns their errors.
 func together(tb testing.TB, ws []*World, f func(*World) error) []error {

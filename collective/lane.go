@@ -55,6 +55,9 @@ func (g *group) lane(k laneKey) *lane {
 func (m *member) send(k laneKey, c call, v view) error {
 	p := m.p
 	to := p.ranks[m.ranks[k.to]]
+	if !to.here && v.elements() > maxElements {
+		return m.reject(c.op, "%v is too large for a message to another process; %d elements are the limit", v.shape(), maxElements)
+	}
 	p.mu.Lock()
 	l := m.lane(k)
 	if k.direct {

@@ -100,13 +100,27 @@ func (l *link) live() {
 
 const beatEvery = 250 * time.Millisecond
 
-// confess says why the world has ended.
+// confess says why the world has ended, and waits until the other process has read it: when the connection is
+// closed with something unread, that may be lost.
 func (l *link) confess() {
+	<-l.over
 	f := l.p.failure.Load()
 	reason := f.Err.Error()
 	l.lock()
 	defer l.unlock()
-	_ = l.body(header{kind: frameFailed, from: f.Rank}, []byte(reason[:min(len(reason), maxReason)]))
+	if l.body(header{kind: frameFailed, from: f.Rank}, []byte(reason[:min(len(reason), maxReason)])) != nil || !l.end() {
+		return
+	}
+	if l.conn.SetReadDeadline(time.Now().Add(lastWords)) == nil {
+		_, _ = io.Copy(io.Discard, l.conn) // it ends one way or the other
+	}
+}
+
+// end tells the other process that nothing follows, and reports whether that was possible; the caller holds the
+// lock.
+func (l *link) end() bool {
+	half, ok := l.conn.(interface{ CloseWrite() error })
+	return ok && half.CloseWrite() == nil
 }
 
 // bye says that a rank here has closed.
@@ -118,14 +132,14 @@ func (l *link) bye(rank int) {
 
 // finish waits for the end of the connection; every rank here has closed.
 func (l *link) finish() {
-	// The other process ends the connection when it has read everything. Closed earlier, it might lose some.
-	late := time.AfterFunc(lastWords, func() { l.conn.Close() })
-	defer late.Stop()
-	l.lock()
-	if half, ok := l.conn.(interface{ CloseWrite() error }); ok {
-		_ = half.CloseWrite() // the timer or the other process will do
+	if l.p.failed() == nil {
+		// The other process ends the connection when it has read everything. Closed earlier, it might lose some.
+		late := time.AfterFunc(lastWords, func() { l.conn.Close() })
+		defer late.Stop()
+		l.lock()
+		l.end()
+		l.unlock()
 	}
-	l.unlock()
 	l.gone.Wait()
 }
 

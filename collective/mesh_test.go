@@ -9,14 +9,14 @@ import (
 )
 
 // mesh joins processes, each with the ranks that it is given, over loopback. It returns Worlds by rank.
-func mesh(tb testing.TB, silence time.Duration, processes ...[]int) []*World {
+func mesh(tb testing.TB, processes ...[]int) []*World {
 	tb.Helper()
-	return meshWith(tb, MeshConfig{Silence: silence}, processes...)
+	return meshWith(tb, MeshConfig{}, processes...)
 }
 
 func meshWith(tb testing.TB, cfg MeshConfig, processes ...[]int) []*World {
 	tb.Helper()
-	cfg.Secret = []byte("s")
+	cfg.Secret, cfg.Silence = []byte("s"), patience // tests share busy machines
 	for _, ranks := range processes {
 		cfg.Size += len(ranks)
 	}

@@ -5,6 +5,7 @@ import (
 	"math"
 	"math/rand/v2"
 	"slices"
+	"strings"
 	"testing"
 
 	"pgregory.net/rapid"
@@ -199,7 +200,8 @@ func (p program) check(t *rapid.T) {
 		for i := range s.dst {
 			for j, m := range s.dst[i] {
 				if s.want[i] != nil && !slices.Equal(values(m), s.want[i][j]) {
-					t.Fatalf("step %d, %v in group %v: member %d holds something else than the model says", k, s.op, p.groups[s.group], i)
+					t.Fatalf("step %d, %v of %v in group %v: member %d holds something else than the model says:\n%s",
+						k, s.op, shape{m.Rows, m.Cols}, p.groups[s.group], i, differences(values(m), s.want[i][j]))
 				}
 			}
 			for _, m := range s.dst[i] {
@@ -207,6 +209,17 @@ func (p program) check(t *rapid.T) {
 			}
 		}
 	}
+}
+
+// differences lists where two matrices differ.
+func differences(got, want []uint32) string {
+	var b strings.Builder
+	for i := range got {
+		if got[i] != want[i] && b.Len() < 2000 {
+			fmt.Fprintf(&b, "element %d is %x (%g), want %x (%g)\n", i, got[i], math.Float32frombits(got[i]), want[i], math.Float32frombits(want[i]))
+		}
+	}
+	return b.String()
 }
 
 // checkAround finds writes outside a matrix: there all is NaN.
@@ -231,13 +244,13 @@ func TestOperations(t *testing.T) {
 		"local 1": func(testing.TB) []*World { return Local(1) },
 		"local 2": func(testing.TB) []*World { return Local(2) },
 		"local 8": func(testing.TB) []*World { return Local(8) },
-		"1+1":     func(tb testing.TB) []*World { return mesh(tb, 0, []int{0}, []int{1}) },
-		"1+1+1":   func(tb testing.TB) []*World { return mesh(tb, 0, []int{0}, []int{1}, []int{2}) },
-		"2+2":     func(tb testing.TB) []*World { return mesh(tb, 0, []int{0, 1}, []int{2, 3}) },
+		"1+1":     func(tb testing.TB) []*World { return mesh(tb, []int{0}, []int{1}) },
+		"1+1+1":   func(tb testing.TB) []*World { return mesh(tb, []int{0}, []int{1}, []int{2}) },
+		"2+2":     func(tb testing.TB) []*World { return mesh(tb, []int{0, 1}, []int{2, 3}) },
 		"2+1, TLS": func(tb testing.TB) []*World {
 			return meshWith(tb, MeshConfig{TLS: identity(tb)}, []int{0, 2}, []int{1})
 		},
-		"1+4+2+1, interleaved": func(tb testing.TB) []*World { return mesh(tb, 0, []int{4}, []int{0, 3, 5, 7}, []int{6, 2}, []int{1}) },
+		"1+4+2+1, interleaved": func(tb testing.TB) []*World { return mesh(tb, []int{4}, []int{0, 3, 5, 7}, []int{6, 2}, []int{1}) },
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -255,7 +268,7 @@ func TestOperations(t *testing.T) {
 				p := drawProgram(rt, len(ws))
 				for i, err := range together(t, ws, func(w *World) error { return p.run(w, fmt.Sprint("program ", number)) }) {
 					if err != nil {
-						rt.Errorf("rank %d: %v", i, err)
+						rt.Fatalf("rank %d: %v", i, err)
 					}
 				}
 				p.check(rt)

@@ -109,7 +109,7 @@ func (p *process) close(rank int) {
 	last := p.open == 0
 	links := slices.Clone(p.links)
 	p.mu.Unlock()
-	if first {
+	if first && p.failed() == nil { // else that is what there is to say
 		for _, l := range links {
 			l.bye(rank)
 		}

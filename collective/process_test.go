@@ -43,12 +43,13 @@ func child(addr string) {
 // TestProcessDies kills and stops a real process in the middle of operations.
 func TestProcessDies(t *testing.T) {
 	for name, c := range map[string]struct {
-		signal syscall.Signal
-		says   string
-		within time.Duration
+		signal  syscall.Signal
+		says    string
+		silence time.Duration
+		within  time.Duration
 	}{
-		"killed":  {syscall.SIGKILL, "connection", time.Second},
-		"stopped": {syscall.SIGSTOP, "nothing heard for 1s", time.Second},
+		"killed":  {syscall.SIGKILL, "connection", patience, 0},
+		"stopped": {syscall.SIGSTOP, "nothing heard for 1s", time.Second, time.Second},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -65,7 +66,7 @@ func TestProcessDies(t *testing.T) {
 			}
 			defer cmd.Wait()
 			defer cmd.Process.Kill()
-			r := <-join(within(t, patience), MeshConfig{Size: 2, Local: []int{0}, Listener: ln, Secret: []byte("s"), Silence: time.Second})
+			r := <-join(within(t, patience), MeshConfig{Size: 2, Local: []int{0}, Listener: ln, Secret: []byte("s"), Silence: c.silence})
 			if r.err != nil {
 				t.Fatal(r.err)
 			}
