@@ -49,7 +49,7 @@ func (b *barrier) giveUp(r uint32) bool {
 // A member that waits first polls, because the others are usually at most some microseconds behind and waking
 // a thread costs more; then it parks.
 const (
-	pollRounds = 64
+	pollRounds = 128
 	pollLoads  = 100
 )
 

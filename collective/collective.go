@@ -63,7 +63,7 @@ type World struct {
 // maxSize bounds the number of ranks of a world.
 const maxSize = 4096
 
-// Local makes a world whose ranks all run in this process. It returns World r at index r.
+// Local makes a world whose ranks, 1 to 4096, all run in this process. It returns World r at index r.
 func Local(ranks int) []*World {
 	if ranks < 1 || ranks > maxSize {
 		panic(fmt.Sprintf("collective: Local(%d): want 1 to %d ranks", ranks, maxSize))

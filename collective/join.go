@@ -90,7 +90,7 @@ func (cfg *MeshConfig) check() error {
 }
 
 // Join brings the processes of a shard together and returns the World of each rank in Local, in ascending order.
-// It waits until all have come, or ctx ends. Its errors: a ConfigError; a JoinError; a FailedError if a process that
+// It waits until all have come, or ctx ends; afterwards ctx does not matter. Its errors: a ConfigError; a JoinError; a FailedError if a process that
 // had come was lost again.
 func Join(ctx context.Context, cfg MeshConfig) ([]*World, error) {
 	err := cfg.check()

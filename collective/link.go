@@ -107,11 +107,11 @@ func (l *link) confess() {
 	f := l.p.failure.Load()
 	reason := f.Err.Error()
 	l.lock()
-	defer l.unlock()
-	if l.body(header{kind: frameFailed, from: f.Rank}, []byte(reason[:min(len(reason), maxReason)])) != nil || !l.end() {
-		return
-	}
-	if l.conn.SetReadDeadline(time.Now().Add(lastWords)) == nil {
+	err := l.body(header{kind: frameFailed, from: f.Rank}, []byte(reason[:min(len(reason), maxReason)]))
+	said := err == nil && l.end()
+	l.torn = true
+	l.unlock()
+	if said && l.conn.SetReadDeadline(time.Now().Add(lastWords)) == nil {
 		_, _ = io.Copy(io.Discard, l.conn) // it ends one way or the other
 	}
 }
@@ -307,14 +307,12 @@ func (l *link) endsWell(err error) bool {
 type watched struct {
 	*link
 	deadline time.Time
+	last     bool // no later deadline follows, since nothing can be written
 }
 
 func (w *watched) Read(b []byte) (int, error) {
-	if now := time.Now(); w.deadline.Sub(now) < w.silence*7/8 {
-		w.deadline = now.Add(w.silence - lastLook)
-		if err := w.until(w.deadline); err != nil {
-			return 0, err
-		}
+	if err := w.extend(); err != nil {
+		return 0, err
 	}
 	n, err := w.conn.Read(b)
 	if errors.Is(err, os.ErrDeadlineExceeded) && w.writeErr.Load() == nil {
@@ -328,6 +326,21 @@ func (w *watched) Read(b []byte) (int, error) {
 		}
 	}
 	return n, err
+}
+
+// extend allows a silence from now on. Setting deadlines costs as much as a small read, so not each time.
+func (w *watched) extend() error {
+	switch now := time.Now(); {
+	case w.last:
+		return nil
+	case w.writeErr.Load() != nil:
+		w.last, w.deadline = true, now.Add(lastWords)
+	case w.deadline.Sub(now) >= w.silence*7/8:
+		return nil
+	default:
+		w.deadline = now.Add(w.silence - lastLook)
+	}
+	return w.until(w.deadline)
 }
 
 // lastLook is the end of a silence, in which a process that was stopped itself finds what it has missed.

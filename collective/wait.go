@@ -84,6 +84,11 @@ func (p *process) waitsFor(s *seat, yield func(*seat) bool) {
 
 // circle looks for one that s is part of; p.mu is held.
 func (p *process) circle(s *seat) *DeadlockError {
+	waiting := false
+	p.waitsFor(s, func(*seat) bool { waiting = true; return false })
+	if !waiting { // the usual case, and nothing is allocated for it
+		return nil
+	}
 	p.mark++
 	var path []*seat
 	var search func(*seat) bool
