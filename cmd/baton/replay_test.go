@@ -13,8 +13,15 @@ func TestReplay(t *testing.T) {
 	if testing.Short() {
 		t.Skip("seconds of disturbed processes")
 	}
+	for name, relay := range map[string]bool{"coordinator": false, "relay": true} {
+		t.Run(name, func(t *testing.T) { replayOnce(t, relay) })
+	}
+}
+
+func replayOnce(t *testing.T, relay bool) {
 	report, err := replay.Run(t.Context(), replay.Config{
-		Command: theTest, Sessions: 6, Turns: 10, Prefix: 300, New: 90, Output: 20, Share: 0.7, Verify: true, Seed: 3, Dir: t.TempDir(), Progress: t.Output(),
+		Command: theTest, Sessions: 6, Turns: 10, Prefix: 300, New: 90, Output: 20, Share: 0.7, Verify: true, Seed: 3, Relay: relay,
+		Dir: t.TempDir(), Progress: t.Output(),
 	})
 	if err != nil {
 		t.Fatal(err)

@@ -6,6 +6,7 @@
 package replay
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -31,6 +32,8 @@ type Config struct {
 	New      int // tokens that each turn adds; default 336
 	Output   int // tokens of each answer; default 64
 	Think    time.Duration
+	Relay    bool    // the frontend relays between engines that are called over HTTP; without it there is a coordinator
+	Routing  string  // of the coordinator; default session
 	Prefill  int     // engines; default 2
 	Decode   int     // engines; default 2
 	Share    float64 // of the working set that all prefill engines' caches hold together, and all decode engines' too; default 0.5
@@ -55,6 +58,7 @@ func (c *Config) setDefaults() {
 			*f = def
 		}
 	}
+	c.Routing = cmp.Or(c.Routing, "session")
 	if c.Progress == nil {
 		c.Progress = io.Discard
 	}
@@ -67,6 +71,9 @@ func (c *Config) WorkingSet() int { return c.Prefix + c.Sessions*c.Turns*(c.New+
 func (c *Config) kvMemory(n int) int {
 	return int(c.Share * float64(c.WorkingSet()) * tokenBytes / float64(n))
 }
+
+// exportLease is how long engines that are called over HTTP keep what nobody comes for.
+const exportLease = 3 * time.Second
 
 // patience bounds what must happen soon.
 const patience = time.Minute
@@ -94,10 +101,12 @@ type fleet struct {
 	cfg      *Config
 	parts    *rig.Parts
 	began    time.Time
-	hub      *rig.Coordinator
-	engines  []*rig.Engine
+	hub      *rig.Process   // the coordinator; nil when the frontend relays
+	address  string         // of it
+	engines  []*rig.Process // those of prefill first
+	workers  []string       // the frontend's flags that name them, when it relays
 	frontend *rig.Server
-	logs     []*os.File // of the frontends
+	logs     []*os.File // of the processes that were launched here
 }
 
 func (f *fleet) say(format string, args ...any) {
@@ -108,43 +117,74 @@ func (f *fleet) say(format string, args ...any) {
 func (f *fleet) start(ctx context.Context) (err error) {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
-	if f.hub, err = f.parts.StartCoordinator(ctx, "127.0.0.1:0"); err != nil {
-		return err
+	if !f.cfg.Relay {
+		if f.hub, f.address, err = f.launch(ctx, "coordinator", coordinatorAt, "coordinator", "--listen=127.0.0.1:0", "--routing="+f.cfg.Routing); err != nil {
+			return err
+		}
 	}
-	common := f.parts.Flags
-	defer func() { f.parts.Flags = common }()
 	for _, kind := range []struct {
 		role string
 		n    int
 	}{{wire.RolePrefill, f.cfg.Prefill}, {wire.RoleDecode, f.cfg.Decode}} {
-		f.parts.Flags = append(common[:len(common):len(common)], fmt.Sprintf("--kv-memory=%d", f.cfg.kvMemory(kind.n)))
 		for i := range kind.n {
-			e, err := f.parts.StartEngine(ctx, fmt.Sprint(kind.role, i), kind.role, f.hub.Addr)
-			if err != nil {
+			if err := f.startEngine(ctx, fmt.Sprint(kind.role, i), kind.role, kind.n); err != nil {
 				return err
 			}
-			f.engines = append(f.engines, e)
 		}
 	}
 	return f.startFrontend(ctx, "127.0.0.1:0")
 }
 
-var frontendAt = regexp.MustCompile(`^frontend at (\S+)`)
+var (
+	coordinatorAt = regexp.MustCompile(`^coordinator at (\S+)`)
+	engineAt      = regexp.MustCompile(`^engine at (\S+)`)
+	frontendAt    = regexp.MustCompile(`^frontend at (\S+)`)
+	registered    = regexp.MustCompile(`msg=(registered)`)
+)
+
+// startEngine starts one of n of its role.
+func (f *fleet) startEngine(ctx context.Context, name, role string, n int) error {
+	args := append([]string{
+		"engine", "--role=" + role, "--model=" + f.cfg.Dir, "--served-model-name=" + rig.ServedModel, fmt.Sprintf("--kv-memory=%d", f.cfg.kvMemory(n)),
+	}, f.parts.Flags...)
+	if !f.cfg.Relay {
+		p, _, err := f.launch(ctx, name, registered, append(args, "--name="+name, "--coordinator="+f.address)...)
+		f.engines = append(f.engines, p)
+		return err
+	}
+	// What a frontend had prefilled when it was killed waits for nobody until its lease ends.
+	p, url, err := f.launch(ctx, name, engineAt, append(args, "--http=127.0.0.1:0", "--export-lease="+exportLease.String())...)
+	f.engines = append(f.engines, p)
+	f.workers = append(f.workers, "--"+role+"="+url)
+	return err
+}
+
+// launch starts a process and waits for a line of it. The process is nil if it could not be started.
+func (f *fleet) launch(ctx context.Context, name string, pattern *regexp.Regexp, args ...string) (*rig.Process, string, error) {
+	log, err := os.OpenFile(filepath.Join(f.cfg.Dir, name+".log"), os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o644)
+	if err != nil {
+		return nil, "", err
+	}
+	f.logs = append(f.logs, log)
+	p, err := f.cfg.Command.Start(name, rig.NewLog(log, nil), args...)
+	if err != nil {
+		return nil, "", err
+	}
+	found, err := p.Await(ctx, pattern)
+	return p, found, err
+}
 
 // startFrontend starts one that listens at an address, the one before it being gone.
 func (f *fleet) startFrontend(ctx context.Context, listen string) error {
-	log, err := os.OpenFile(filepath.Join(f.cfg.Dir, "frontend.log"), os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o644)
-	if err != nil {
-		return err
+	args := []string{"frontend", "--listen=" + listen}
+	if f.cfg.Relay {
+		args = append(args, f.workers...)
+	} else {
+		args = append(args, "--coordinator="+f.address, "--model="+f.cfg.Dir, "--served-model-name="+rig.ServedModel)
 	}
-	p, err := f.cfg.Command.Start("frontend", rig.NewLog(log, nil), "frontend", "--listen="+listen, "--coordinator="+f.hub.Addr,
-		"--model="+f.cfg.Dir, "--served-model-name="+rig.ServedModel)
+	p, url, err := f.launch(ctx, "frontend", frontendAt, args...)
+	f.frontend = &rig.Server{Process: p, URL: url}
 	if err != nil {
-		return errors.Join(err, log.Close())
-	}
-	f.logs = append(f.logs, log)
-	f.frontend = &rig.Server{Process: p}
-	if f.frontend.URL, err = p.Await(ctx, frontendAt); err != nil {
 		return err
 	}
 	client := newClient()
@@ -158,14 +198,12 @@ func (f *fleet) stop() {
 	if f.frontend != nil {
 		list = append(list, f.frontend.Process)
 	}
-	for _, e := range f.engines {
-		list = append(list, e.Process)
-	}
+	list = append(list, f.engines...)
 	if f.hub != nil {
-		list = append(list, f.hub.Process)
+		list = append(list, f.hub)
 	}
 	for _, p := range list {
-		if p.Alive() {
+		if p != nil && p.Alive() {
 			_ = p.Stop(10 * time.Second) // it is over, one way or the other
 		}
 	}
@@ -322,6 +360,7 @@ func (w *watcher) observe(r *loadgen.Result) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.phases[w.phase].add(r)
+	w.phases[w.phase].ideal += w.ideal(r)
 	if r.Err == nil {
 		h := fnv.New64a()
 		fmt.Fprint(h, w.digests[r.Session.ID], r.Turn, r.IDs)
@@ -336,6 +375,22 @@ func (w *watcher) observe(r *loadgen.Result) {
 		close(w.restart)
 	}
 }
+
+// ideal is how many of a prompt's tokens prefill engines with room for everything would have had cached: the whole blocks of the
+// prompt before. The answer between the two was computed by a decode engine.
+func (w *watcher) ideal(r *loadgen.Result) int {
+	if r.Err != nil {
+		return 0
+	}
+	common := r.Reusable // of a first turn
+	if r.Turn > 0 {
+		common = r.PromptTokens - w.cfg.New - w.cfg.Output
+	}
+	return common / blockSize * blockSize
+}
+
+// blockSize is the engines' default.
+const blockSize = 32
 
 func mebi(n int) float64 { return float64(n) / (1 << 20) }
 

@@ -32,7 +32,7 @@ type Phase struct {
 	Turns      int
 	Wall       time.Duration
 	HitRate    float64 // cached of all prompt tokens
-	HitOfIdeal float64 // of those that an ideal cache would have held
+	HitOfIdeal float64 // of those that prefill engines with room for everything would have had
 	TTFT50     time.Duration
 	TTFT99     time.Duration
 	Retries    int
@@ -56,10 +56,10 @@ func (r *Report) Err() error {
 
 // phase adds up results.
 type phase struct {
-	began                    time.Duration
-	turns, retries           int
-	prompt, cached, reusable int
-	ttft                     []time.Duration
+	began                 time.Duration
+	turns, retries        int
+	prompt, cached, ideal int
+	ttft                  []time.Duration
 }
 
 func (p *phase) add(r *loadgen.Result) {
@@ -70,7 +70,6 @@ func (p *phase) add(r *loadgen.Result) {
 	p.turns++
 	p.prompt += max(r.PromptTokens, 0)
 	p.cached += max(r.CachedTokens, 0)
-	p.reusable += r.Reusable
 	if d, ok := r.TTFT(); ok {
 		p.ttft = append(p.ttft, d)
 	}
@@ -92,7 +91,7 @@ func (w *watcher) report(result *loadgen.Report) *Report {
 		}
 		slices.Sort(p.ttft)
 		r.Phases = append(r.Phases, Phase{
-			Name: name, Turns: p.turns, Wall: end - p.began, HitRate: share(p.cached, p.prompt), HitOfIdeal: share(p.cached, p.reusable),
+			Name: name, Turns: p.turns, Wall: end - p.began, HitRate: share(p.cached, p.prompt), HitOfIdeal: share(p.cached, p.ideal),
 			TTFT50: quantile(p.ttft, 0.5), TTFT99: quantile(p.ttft, 0.99), Retries: p.retries,
 		})
 	}

@@ -27,6 +27,8 @@ func main() {
 	flag.IntVar(&c.New, "new", 336, "tokens that each turn adds")
 	flag.IntVar(&c.Output, "output", 64, "tokens of each answer")
 	flag.DurationVar(&c.Think, "think", 0, "time between an answer and the next turn")
+	flag.BoolVar(&c.Relay, "relay", false, "the frontend relays between engines that are called over HTTP, without a coordinator")
+	flag.StringVar(&c.Routing, "routing", "session", "the coordinator's, when there is one")
 	flag.IntVar(&c.Prefill, "prefill", 2, "prefill engines")
 	flag.IntVar(&c.Decode, "decode", 2, "decode engines")
 	flag.Float64Var(&c.Share, "share", 0.5, "share of the working set that the caches of a role hold together")
