@@ -12,7 +12,9 @@ type Residency struct {
 const residencyCapacity = 64
 
 // NewResidency makes one that looks at held, which the caller keeps up to date.
-func NewResidency(held *Index) *Residency { return &Residency{Conversation: NewConversation(0, 0), held: held} }
+func NewResidency(held *Index) *Residency {
+	return &Residency{Conversation: NewConversation(0, 0), held: held}
+}
 
 // Name implements Router.
 func (*Residency) Name() string { return "kv_cache_aware" }

@@ -35,6 +35,9 @@ type Config struct {
 	SilentReprefill SilentPolicy
 	// StripHistory sends TensorRT-LLM's decode workers only the last message of a chat: the ids hold all of it.
 	StripHistory bool
+	// RolloutFields puts token ids and log-probabilities into the messages of chat answers that have them elsewhere,
+	// where NeMo-Gym looks first.
+	RolloutFields bool
 	// NodeID tells this relay's request ids from those of other relays of the same engines: 0 to 255.
 	NodeID int
 	// MaxRetries is how often a request is sent again after a failure (default 3; negative for never).

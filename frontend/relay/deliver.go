@@ -63,6 +63,9 @@ func (x *exchange) whole(a *answer, start time.Time, prompt []byte) error {
 	if prompt != nil {
 		out = mergeUsage(body, prompt)
 	}
+	if x.s.cfg.RolloutFields && x.r.chat {
+		out = withRollout(out)
+	}
 	h := x.w.Header()
 	if kind := a.header.Get("Content-Type"); kind != "" {
 		h.Set("Content-Type", kind)

@@ -214,3 +214,37 @@ func TestSGLangBatch(t *testing.T) {
 		t.Errorf("%s, %v", l.body.join(), err)
 	}
 }
+
+// Messages get what trainers look for there, all of it or nothing.
+func TestRollout(t *testing.T) {
+	const message, bundle = `"message":{"role":"assistant","content":"x"}`, `"message":{"role":"assistant","content":"x","prompt_token_ids":[1,2],"generation_token_ids":[3,4],"generation_log_probs":[-0.5,-1e-7]}`
+	const probs = `"logprobs":{"content":[{"token":"token_id:3","logprob":-0.5},{"token":"token_id:4","logprob":-1e-7}]}`
+	for _, c := range []struct{ answer, want string }{
+		{`{"choices":[{` + message + `,"token_ids":[3,4],` + probs + `}],"prompt_token_ids":[1,2]}`, `{"prompt_token_ids":[1,2],"choices":[{"token_ids":[3,4],` + probs + `,` + bundle + `}]}`},
+		{`{"choices":[{` + message + `,` + probs + `}],"prompt_token_ids":[1,2]}`, `{"prompt_token_ids":[1,2],"choices":[{` + probs + `,` + bundle + `}]}`},
+		{`{"choices":[{` + message + `,"token_ids":[3,4,5],` + probs + `}],"prompt_token_ids":[1,2]}`, ""},
+		{`{"choices":[{` + message + `,"token_ids":[3,4],` + probs + `}]}`, ""},
+		{`{"choices":[{` + message + `,"token_ids":[3,4]}],"prompt_token_ids":[1,2]}`, ""},
+		{`{"choices":[{` + message + `},{` + message + `}],"prompt_token_ids":[1,2]}`, ""},
+		{`{"choices":[{` + strings.Replace(message+`,`+probs, "token_id:4", "four", 1) + `}],"prompt_token_ids":[1,2]}`, ""},
+		{`{"choices":[{` + bundle + `,` + probs + `}],"prompt_token_ids":[1,2]}`, ""},
+		{`nonsense`, ""},
+	} {
+		if c.want == "" {
+			c.want = c.answer
+		}
+		if got := string(withRollout(pieces{[]byte(c.answer)}).join()); got != c.want {
+			t.Errorf("%s\nbecame %s\nwant   %s", c.answer, got, c.want)
+		}
+	}
+	r := newRelay(t, "trtllm", func(c *Config) { c.RolloutFields = true })
+	r.decode.set(func() {
+		r.decode.before = func(_ int, w http.ResponseWriter, _ *http.Request) bool {
+			fmt.Fprintf(w, `{"choices":[{%s,"token_ids":[3,4],%s}],"prompt_token_ids":[1,2]}`, message, probs)
+			return true
+		}
+	})
+	if got := r.post(chatPath, `{"model":"toy","messages":["x"]}`); !strings.Contains(got.body, bundle) {
+		t.Errorf("%+v", got)
+	}
+}

@@ -239,8 +239,8 @@ func (a *answer) readAll(buf []byte, limit int64) ([]byte, error) {
 	if a.length > limit {
 		return nil, &tooLargeError{limit}
 	}
-	if n := int(a.length); n > cap(buf) {
-		buf = make([]byte, 0, n+1)
+	if n := int(min(a.length, maxTrusted)) + 1; n > cap(buf) {
+		buf = make([]byte, 0, n)
 	}
 	buf = buf[:0]
 	for {
@@ -261,6 +261,9 @@ func (a *answer) readAll(buf []byte, limit int64) ([]byte, error) {
 		}
 	}
 }
+
+// maxTrusted is how much memory an announced length is given before the bytes have come.
+const maxTrusted = 1 << 20
 
 // tooLargeError is an answer beyond a limit.
 type tooLargeError struct{ limit int64 }

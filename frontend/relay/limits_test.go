@@ -3,10 +3,13 @@ package relay
 import (
 	"bufio"
 	"context"
+	"crypto/tls"
+	"crypto/x509"
 	"fmt"
 	"io"
 	"net"
 	"net/http"
+	"net/http/httptest"
 	"strings"
 	"testing"
 	"time"
@@ -271,4 +274,38 @@ func TestStop(t *testing.T) {
 	if err := stop(); err != nil {
 		t.Error(err)
 	}
+}
+
+// Workers may be called by https.
+func TestTLSWorkers(t *testing.T) {
+	roots := x509.NewCertPool()
+	secure := func(f *fake) *httptest.Server {
+		s := httptest.NewTLSServer(f)
+		t.Cleanup(s.Close)
+		roots.AddCert(s.Certificate())
+		return s
+	}
+	prefill := newFake(t, "trtllm", nil)
+	decode := newFake(t, "trtllm", prefill)
+	p, d := secure(prefill), secure(decode)
+	r := relayTo(t, nil, nil, func(c *Config) {
+		c.Prefill, c.Decode, c.TLS = []Worker{{URL: p.URL}}, []Worker{{URL: d.URL}}, &tls.Config{RootCAs: roots}
+	})
+	for range 2 {
+		r.read(r.post(completionsPath, simple))
+		if events := r.events(r.post(completionsPath, streamed)); len(events) != 3 {
+			t.Errorf("%q", events)
+		}
+	}
+	r = &relayed{t: t}
+	var err error
+	if r.s, err = New(Config{Decode: []Worker{{URL: d.URL}}}); err != nil {
+		t.Fatal(err)
+	}
+	r.Server = httptest.NewServer(r.s.Handler())
+	t.Cleanup(func() {
+		r.Server.Close()
+		r.s.Close()
+	})
+	r.await(func() bool { return strings.Contains(r.get("/health").body, "certificate") })
 }
