@@ -69,8 +69,8 @@ func TestBarrierHolds(t *testing.T) {
 	wg.Wait()
 }
 
-// TestCompleteRoundsAreKept fails the world when all have come to a barrier whose last has not yet released it: the others
-// use each other's memory next, so nobody may leave.
+// TestCompleteRoundsAreKept fails the world when all have come to a barrier whose last has not yet released
+// it: the others use each other's memory next, so nobody may leave.
 func TestCompleteRoundsAreKept(t *testing.T) {
 	ws := Local(2)
 	defer shut(t, ws)

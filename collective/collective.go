@@ -1,14 +1,15 @@
 // Package collective lets the ranks of a shard work as one: sums, gathers, broadcasts and exchanges of f32
-// matrices among groups of ranks, and messages between two. Ranks of one process share memory; processes
-// talk TCP, one connection a pair.
+// matrices among groups of ranks, and messages between two. Ranks of one process share memory; processes talk
+// TCP, one connection a pair.
 //
 // A World owns its connections and their goroutines, and stops them. Operations run on the caller's goroutine
 // and use the caller's memory only while they run. Nothing here knows what the matrices mean.
 //
 // Failure is common. Whatever goes wrong anywhere (a rank gives up, a process dies or falls silent, members
-// call operations that do not fit together or wait for each other in a circle) ends every operation of every rank, now and
-// later, with a *FailedError that says who failed and why. A rank that computes for long is no failure. After
-// a failure the contents of destination matrices are undefined; their memory is no longer touched.
+// call operations that do not fit together or wait for each other in a circle) ends every operation of every
+// rank, now and later, with a *FailedError that says who failed and why. A rank that computes for long is no
+// failure. After a failure the contents of destination matrices are undefined; their memory is no longer
+// touched.
 package collective
 
 import (
@@ -81,9 +82,9 @@ func (w *World) Rank() int { return w.rank }
 // Size is the number of ranks of the shard.
 func (w *World) Size() int { return w.p.size }
 
-// Group makes this rank a member of a group. Every member calls it with the same name and list, which says the order of
-// ranks in the group; a rank may be in many groups, and groups without a common member may share a name.
-// It does not wait for the others. Called again it returns the same membership.
+// Group makes this rank a member of a group. Every member calls it with the same name and list, which says the
+// order of ranks in the group; a rank may be in many groups, and groups without a common member may share a
+// name. It does not wait for the others. Called again it returns the same membership.
 func (w *World) Group(name string, ranks []int) (Group, error) {
 	p := w.p
 	if err := p.usable(w.rank); err != nil {

@@ -11,8 +11,8 @@ var ErrClosed = errors.New("it has closed its membership")
 
 var errUnexplained = errors.New("it gave no reason")
 
-// FailedError is the end of a world. Err is one of the types below, ErrClosed, what Fail was called with, or, when it happened
-// in another process, a RemoteError.
+// FailedError is the end of a world. Err is one of the types below, ErrClosed, what Fail was called with, or,
+// when it happened in another process, a RemoteError.
 type FailedError struct {
 	Rank int // who failed, or found the failure
 	Err  error

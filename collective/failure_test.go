@@ -25,8 +25,8 @@ func squares(count, n int) []compute.Mat {
 	return ms
 }
 
-// needy are operations of a group of four in which nobody but rank 3 can finish without rank 3, or in which at least one
-// cannot.
+// needy are operations of a group of four in which nobody but rank 3 can finish without rank 3, or in which at
+// least one cannot.
 var needy = map[string]func(g Group) error{
 	"AllReduce": func(g Group) error { return g.AllReduce(square(4)) },
 	"AllGatherRows": func(g Group) error {
@@ -114,8 +114,8 @@ func TestFail(t *testing.T) {
 	}
 }
 
-// TestFailLetsGoOfMemory fails a world at any moment of its operations. Whoever has learned of it may use its matrices
-// for something else at once, which the race detector watches.
+// TestFailLetsGoOfMemory fails a world at any moment of its operations. Whoever has learned of it may use its
+// matrices for something else at once, which the race detector watches.
 func TestFailLetsGoOfMemory(t *testing.T) {
 	r := newRand(3)
 	for range 300 {

@@ -18,8 +18,8 @@ func frame(h header, body []byte) []byte {
 	return append(appendHeader(nil, h), body...)
 }
 
-// FuzzFrames has a process say anything. Nothing may panic, hang or need memory that has not been paid for, and no rank but
-// those of that process may seem to wait or close.
+// FuzzFrames has a process say anything. Nothing may panic, hang or need memory that has not been paid for,
+// and no rank but those of that process may seem to wait or close.
 func FuzzFrames(f *testing.F) {
 	group := frame(header{kind: frameGroup, group: 7}, groupBody(nil, "g", []int{2, 0, 1}))
 	matrix := make([]byte, 24)

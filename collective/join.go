@@ -15,21 +15,21 @@ import (
 
 // MeshConfig is one process's part of a world over several.
 type MeshConfig struct {
-	// Size is the number of ranks of the shard; Local are those that this process runs. Each rank runs in exactly one
-	// process.
+	// Size is the number of ranks of the shard; Local are those that this process runs. Each rank runs in
+	// exactly one process.
 	Size  int
 	Local []int
-	// Listener is where the other processes reach this one. Join takes it over and closes it: once all have come
-	// nobody else may.
+	// Listener is where the other processes reach this one. Join takes it over and closes it: once all
+	// have come nobody else may.
 	Listener net.Listener
 	// Advertise is the listener's address (host:port) as others should dial it. Empty means the address it
 	// listens at or, if that is a wildcard, the one from which this process reaches that of rank 0.
 	Advertise string
-	// Peers are addresses (host:port) of the others. The one of rank 0's process must be among them and is enough:
-	// there everybody learns of everybody. That process itself needs none.
+	// Peers are addresses (host:port) of the others. The one of rank 0's process must be among them and is
+	// enough: there everybody learns of everybody. That process itself needs none.
 	Peers []string
-	// Secret is what the processes of a shard know and nobody else does. They prove it to each other; by itself it
-	// does not encrypt.
+	// Secret is what the processes of a shard know and nobody else does. They prove it to each other; by
+	// itself it does not encrypt.
 	Secret []byte
 	// TLS encrypts the connections, nil for none.
 	TLS *mtls.Identity
@@ -89,9 +89,9 @@ func (cfg *MeshConfig) check() error {
 	return nil
 }
 
-// Join brings the processes of a shard together and returns the World of each rank in Local, in ascending order.
-// It waits until all have come, or ctx ends; afterwards ctx does not matter. Its errors: a ConfigError; a JoinError; a FailedError if a process that
-// had come was lost again.
+// Join brings the processes of a shard together and returns the World of each rank in Local, in ascending
+// order. It waits until all have come, or ctx ends; afterwards ctx does not matter. Its errors: a ConfigError;
+// a JoinError; a FailedError if a process that had come was lost again.
 func Join(ctx context.Context, cfg MeshConfig) ([]*World, error) {
 	err := cfg.check()
 	if cfg.Listener != nil {

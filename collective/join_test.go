@@ -38,8 +38,8 @@ func within(t *testing.T, d time.Duration) context.Context {
 	return ctx
 }
 
-// TestJoinRefuses has the second of two processes do something wrong. It learns at once, and the first one can go on
-// waiting for a better one.
+// TestJoinRefuses has the second of two processes do something wrong. It learns at once, and the first one can
+// go on waiting for a better one.
 func TestJoinRefuses(t *testing.T) {
 	secure, other := identity(t), identity(t)
 	for name, c := range map[string]struct {

@@ -125,8 +125,8 @@ func (m *member) stuck(s *seat, c call) error {
 	return nil
 }
 
-// conflict ends the world if a message belongs to another operation than the one that its receiver waits in, and not to a
-// later one; process.mu is held.
+// conflict ends the world if a message belongs to another operation than the one that its receiver waits in,
+// and not to a later one; process.mu is held.
 func (g *group) conflict(l *lane, msg message, c call) error {
 	if msg.call.seq > c.seq || msg.call == c {
 		return nil

@@ -133,7 +133,8 @@ func (l *link) bye(rank int) {
 // finish waits for the end of the connection; every rank here has closed.
 func (l *link) finish() {
 	if l.p.failed() == nil {
-		// The other process ends the connection when it has read everything. Closed earlier, it might lose some.
+		// The other process ends the connection when it has read everything. Closed earlier, it might
+		// lose some.
 		late := time.AfterFunc(lastWords, func() { l.conn.Close() })
 		defer late.Stop()
 		l.lock()

@@ -9,7 +9,8 @@ import (
 	"baton/compute"
 )
 
-// TestAllReduceIsTheBinaryTree adds matrices of all sizes: some that are summed in one piece, in many, or by halves.
+// TestAllReduceIsTheBinaryTree adds matrices of all sizes: some that are summed in one piece, in many, or by
+// halves.
 func TestAllReduceIsTheBinaryTree(t *testing.T) {
 	shapes := []shape{{0, 4}, {1, 1}, {3, 17}, {1, 2048}, {5, 700}, {3, halveElements/3 + 1}, {9, halveElements/9 + 1}}
 	for _, n := range []int{2, 4, 8} {

@@ -71,8 +71,8 @@ func join(ctx context.Context, cfg MeshConfig) <-chan joined {
 	return result
 }
 
-// piped makes two processes of a rank each, connected without a network. Without both, the second one is as if stopped:
-// it neither reads nor writes.
+// piped makes two processes of a rank each, connected without a network. Without both, the second one is as if
+// stopped: it neither reads nor writes.
 func piped(tb testing.TB, silence time.Duration, both bool) []*World {
 	a, b := net.Pipe()
 	tb.Cleanup(func() { b.Close() })

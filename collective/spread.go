@@ -6,8 +6,8 @@ import (
 	"baton/compute"
 )
 
-// spread is the membership of a group whose members are in several processes. Operations consist of messages between
-// pairs.
+// spread is the membership of a group whose members are in several processes. Operations consist of messages
+// between pairs.
 type spread struct{ *member }
 
 var _ Group = spread{}
@@ -193,8 +193,8 @@ func (s *shape) next(dst view, part shape, by op) (view, bool) {
 	return dst.sliceColumns(was.cols, part.cols), true
 }
 
-// Broadcast implements Group. The root sends once to each process, to the member there that comes first; that one passes
-// it on to those beside it.
+// Broadcast implements Group. The root sends once to each process, to the member there that comes first; that
+// one passes it on to those beside it.
 func (m spread) Broadcast(root int, mat compute.Mat) error {
 	v, err := m.see(opBroadcast, "m", mat)
 	if err != nil {

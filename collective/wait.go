@@ -13,13 +13,14 @@ const (
 	reported          // a rank of another process waits, as that process says
 )
 
-// wait is why a rank sleeps. Ranks that wait for each other in a circle would do so forever; circle finds them.
+// wait is why a rank sleeps. Ranks that wait for each other in a circle would do so forever; circle finds
+// them.
 //
 // Within a process that is exact, because a wait is recorded and everything that ends it happens under
-// process.mu, except the release of a barrier, which can be seen. Between processes each says in its heartbeats which of its ranks wait
-// for which, and each wait has a number. A report counts only if it names the number of the wait of the rank that is
-// waited for: then its process had heard of that wait, hence had received everything sent before it (connections keep
-// order), and was waiting nevertheless.
+// process.mu, except the release of a barrier, which can be seen. Between processes each says in its
+// heartbeats which of its ranks wait for which, and each wait has a number. A report counts only if it names
+// the number of the wait of the rank that is waited for: then its process had heard of that wait, hence had
+// received everything sent before it (connections keep order), and was waiting nevertheless.
 type wait struct {
 	number uint64 // of this rank's waits, from 1
 	kind   waitKind
