@@ -18,7 +18,7 @@ func (s *Server) readBaton(health *answer) {
 			s.Role = RoleWhole
 		}
 		s.Connector = text(s.info["transport"])
-		s.Version = text(s.info["version"])
+		s.Version = strings.TrimPrefix(text(s.info["version"]), "baton ")
 		s.Note = text(s.info["shard"])
 		return
 	}

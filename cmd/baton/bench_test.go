@@ -10,6 +10,7 @@ import (
 
 	"baton/doctor"
 	"baton/loadgen"
+	"baton/wire"
 )
 
 // command runs baton in this process and returns what it prints and its exit code.
@@ -95,5 +96,46 @@ func TestBenchFlagsThatContradictEachOther(t *testing.T) {
 		if code == 0 || !strings.Contains(errs, words) {
 			t.Errorf("%s: code %d, %s", flags, code, errs)
 		}
+	}
+}
+
+// Engines that are called over HTTP, and a relay before them: doctor finds the engines behind it and tries the handoff between them.
+func TestDoctorOfEnginesBehindARelay(t *testing.T) {
+	if testing.Short() {
+		t.Skip("processes")
+	}
+	flags := []string{"frontend", "--listen=127.0.0.1:0"}
+	urls := map[string]string{}
+	for _, role := range []string{wire.RolePrefill, wire.RoleDecode} {
+		e := start(t, "engine", "--role="+role, "--http=127.0.0.1:0", "--model="+goldenPath("qwen3"), "--served-model-name=m", "--kv-memory=64MiB")
+		urls[role] = e.await(t, `engine at (\S+)`)
+		flags = append(flags, "--"+role+"="+urls[role])
+	}
+	front := start(t, flags...)
+	relay := &fleet{url: front.await(t, `frontend at (\S+)`)}
+	relay.awaitHealth(t)
+
+	var report doctor.Report
+	out, errs, code := command(t, "doctor", relay.url, "--json")
+	if err := json.Unmarshal([]byte(out), &report); err != nil || code != 0 || len(report.Servers) != 3 {
+		t.Fatalf("%v, code %d\n%s%s", err, code, out, errs)
+	}
+	for i, want := range []doctor.Server{
+		{URL: relay.url, Role: doctor.RoleRelay}, {URL: urls[wire.RolePrefill], Role: doctor.RolePrefill, Connector: "shm"}, {URL: urls[wire.RoleDecode], Role: doctor.RoleDecode, Connector: "shm"},
+	} {
+		if s := report.Servers[i]; s.URL != want.URL || s.Role != want.Role || s.Connector != want.Connector || s.Engine != doctor.Baton || !s.Healthy || s.Model != "m" || s.Context != 4096 {
+			t.Errorf("server %d: %+v, want %+v", i, s, want)
+		}
+	}
+	if len(report.Handoffs) != 2 { // the relay's own, and the pair's
+		t.Fatalf("%s", out)
+	}
+	for i, via := range []string{relay.url, ""} {
+		if h := report.Handoffs[i]; h.Via != via || h.Moved == nil || !*h.Moved || h.Bytes == 0 {
+			t.Errorf("handoff %d: %+v", i, h)
+		}
+	}
+	if out, errs, code := command(t, "doctor", "--prefill", urls[wire.RoleDecode], "--decode", urls[wire.RolePrefill]); code != 1 || !strings.Contains(out, "named as a prefill server, and its role is decode") {
+		t.Errorf("swapped: code %d\n%s%s", code, out, errs)
 	}
 }
