@@ -56,8 +56,9 @@ FUZZTIME ?= 20s
 fuzz: ## every fuzzer, FUZZTIME each
 	scripts/fuzz $(FUZZTIME)
 
-bench: ## Go benchmarks of kernels, tokenizers, messages, transfers, caches
-	go test -run '^$$' -bench . ./compute/cpu ./text ./wire ./transfer/... ./kvcache ./route ./coordinator
+bench: ## Go benchmarks of kernels, tokenizers, messages, transfers, caches; two ranks against one
+	go test -run '^$$' -bench . ./collective ./compute/cpu ./text ./wire ./transfer/... ./kvcache ./layout ./route ./coordinator
+	go test -run '^$$' -bench . -benchtime 50x ./model
 
 generate: ## msgpack code and assembly
 	go generate ./...
