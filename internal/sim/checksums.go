@@ -62,14 +62,14 @@ func (e errDamaged) Error() string { return "a checksum differs" }
 
 // seal and compare are the two things that an engine does with the checksums of blocks, one after the other.
 func (l *life) seal(a handoff.Seal) {
-	l.check(a.Blocks, func() handoff.Event {
+	l.check(a.Rank, a.Blocks, func() handoff.Event {
 		l.memory.sums(a.Rank, a.Blocks, func(have *uint64, want uint64) { *have = want })
 		return handoff.Sealed{Handoff: a.Handoff, Rank: a.Rank}
 	})
 }
 
 func (l *life) compare(a handoff.Verify) {
-	l.check(a.Blocks, func() handoff.Event {
+	l.check(a.Rank, a.Blocks, func() handoff.Event {
 		var err error
 		l.memory.sums(a.Rank, a.Blocks, func(have *uint64, want uint64) {
 			if *have != want {
@@ -80,14 +80,15 @@ func (l *life) compare(a handoff.Verify) {
 	})
 }
 
-// check does something with blocks after a while. They must be held and stay nobody else's until then.
-func (l *life) check(blocks []int32, do func() handoff.Event) {
+// check has a rank do something with blocks after a while. They must be held and stay nobody else's until then.
+func (l *life) check(rank int, blocks []int32, do func() handoff.Event) {
 	var touches []touch
 	for _, id := range blocks {
 		touches = append(touches, touch{id, l.core.Pool().Generation(id)})
 	}
-	l.checkedAt = max(l.checkedAt, l.w.now) + int64(l.w.within(400*time.Microsecond))
-	l.w.at(l.checkedAt, func() {
+	r := &l.ranks[rank]
+	r.checkedAt = max(r.checkedAt, l.w.now, r.stalls) + int64(l.w.within(400*time.Microsecond))
+	l.checkAt(rank, r.checkedAt, func() {
 		l.deliver(func() {
 			for _, x := range touches {
 				if held, _ := l.core.Pool().State(x.id); !held || l.core.Pool().Generation(x.id) != x.generation {
@@ -96,6 +97,17 @@ func (l *life) check(blocks []int32, do func() handoff.Event) {
 			}
 			l.checked(do())
 		})
+	})
+}
+
+// checkAt does something when its time has come and the rank does not stall.
+func (l *life) checkAt(rank int, at int64, do func()) {
+	l.w.at(at, func() {
+		if l.stalled(rank) {
+			l.checkAt(rank, l.ranks[rank].stalls, do)
+			return
+		}
+		do()
 	})
 }
 

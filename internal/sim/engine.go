@@ -73,18 +73,19 @@ type life struct {
 	core    *engine.Core
 	memory  *memory
 
-	dead      bool
-	frozen    bool
-	backlog   []func()        // what happened while it was frozen
-	waiting   []*flow         // settled since the connection ended
-	unseen    []handoff.Event // what came of checks since then
-	checkedAt int64           // when the last check ends
-	link      *link
-	phase     phase
-	passing   bool
-	ticking   bool
-	leaving   time.Duration // it said DISCONNECT, and another starts so long after its end; 0: it stays
+	dead    bool
+	frozen  bool
+	backlog []func()        // what happened while it was frozen
+	waiting []*flow         // settled since the connection ended
+	unseen  []handoff.Event // what came of checks since then
+	link    *link
+	phase   phase
+	passing bool
+	ticking bool
+	leaving time.Duration // it said DISCONNECT, and another starts so long after its end; 0: it stays
 
+	ranks       []rank
+	begun       map[uint64]int // on which rank each transfer was
 	transfers   map[uint64]*flow
 	generations []uint32 // of each block, when it was last looked at
 	clean       []bool   // blocks that are scribbled over
@@ -104,7 +105,8 @@ func (s *seat) start() {
 	}
 	l := &life{
 		w: w, seat: s, number: len(w.lives), name: s.name, role: s.role, version: w.version, birth: w.rng.Uint64() | 1,
-		memory: newMemory(f.BlockSize, blocks, s.holdings), transfers: map[uint64]*flow{},
+		memory: newMemory(f.BlockSize, blocks, s.holdings), transfers: map[uint64]*flow{}, begun: map[uint64]int{},
+		ranks:       make([]rank, len(s.holdings)),
 		generations: make([]uint32, blocks), clean: make([]bool, blocks),
 	}
 	if f.verifies() {
@@ -323,7 +325,7 @@ func (l *life) carryOut(actions []engine.Action) {
 				l.link.up(a.Message)
 			}
 		case engine.Transfer:
-			if answer := l.w.fabric.order(l, a.Order); answer != nil {
+			if answer := l.order(a.Order); answer != nil {
 				actions = append(actions, l.core.Step(l.w.time(), engine.Moved{Event: answer})...)
 			}
 		case engine.Leave:

@@ -138,8 +138,6 @@ func (f *fabric) order(l *life, action handoff.Action) handoff.Event {
 		if t := l.transfers[a.Transfer]; t != nil {
 			return l.settlement(t)
 		}
-	default:
-		w.fail("%v gave an unknown order: %T", l, action)
 	}
 	return nil
 }
@@ -223,11 +221,13 @@ func (t *flow) claim(number uint64, capability []byte) {
 	switch {
 	case t.state != transfer.Running || t.owner.dead:
 		return
-	case t.owner.frozen || t.source.frozen && !w.script.Fleet.Shared:
+	case t.owner.frozen || t.source.frozen && !w.script.Fleet.Shared || t.stalls():
 		w.after(stall, func() { t.claim(number, capability) })
 		return
 	case t.source.dead:
 		t.refused(t.source, transfer.ErrPeerLost)
+		return
+	case t.turnedAway(t.source, t.sourceRank):
 		return
 	}
 	e := w.fabric.exports[exportKey{t.source, number, t.sourceRank}]
@@ -257,8 +257,10 @@ func (t *flow) meet() {
 	switch {
 	case t.state != transfer.Running || t.owner.dead:
 		return
-	case t.source.frozen || t.destination.frozen:
+	case t.source.frozen || t.destination.frozen || t.stalls():
 		w.after(stall, t.meet)
+		return
+	case t.turnedAway(t.destination, t.destinationRank):
 		return
 	}
 	i := slices.IndexFunc(w.fabric.active, func(x *flow) bool { return x.kind == expect && x.tag == t.tag })
@@ -295,6 +297,11 @@ func (t *flow) refused(by *life, err error) {
 	t.end(transfer.Failed, err)
 }
 
+// stalls reports whether one of a flow's two ranks does nothing. Shared memory can be read all the same.
+func (t *flow) stalls() bool {
+	return t.destination.stalled(t.destinationRank) || t.source.stalled(t.sourceRank) && !(t.kind == pull && t.w.script.Fleet.Shared)
+}
+
 // stall is how often a flow looks whether who stopped goes on.
 const stall = 5 * time.Millisecond
 
@@ -305,7 +312,7 @@ func (t *flow) move() {
 		return
 	}
 	frozen := t.destination.frozen || t.source.frozen && !(t.kind == pull && w.script.Fleet.Shared)
-	if frozen {
+	if frozen || t.stalls() {
 		w.after(stall, t.move)
 		return
 	}

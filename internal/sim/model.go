@@ -74,10 +74,10 @@ func (r reading) logprob(target int32) float32 { return -float32(mix(r.all, uint
 type memory struct {
 	blockSize int
 	ranks     [][]uint64
-	words     []int // of a block on each rank
-	sumsAt    []int // the word from which on each rank keeps checksums; empty without
-	sumWords  []int // of a block's checksums
-	homes     []home
+	words     []int    // of a block on each rank
+	sumsAt    []int    // the word from which on each rank keeps checksums; empty without
+	sumWords  []int    // of a block's checksums
+	homes     [][]home // of each layer's heads: several where ranks are replicas
 }
 
 // home is where a layer's head is kept: on which rank, and how far into a block.
@@ -86,7 +86,7 @@ type home struct{ rank, word int }
 // newMemory makes the pools of an engine whose ranks hold what holdings say.
 func newMemory(blockSize, blocks int, holdings []layout.Holding) *memory {
 	g := geometry(blockSize)
-	m := &memory{blockSize: blockSize, homes: make([]home, layers*heads)}
+	m := &memory{blockSize: blockSize, homes: make([][]home, layers*heads)}
 	for rank, h := range holdings {
 		words := int(g.BlockBytes(h) / tagBytes)
 		pool := make([]uint64, blocks*words)
@@ -96,7 +96,8 @@ func newMemory(blockSize, blocks int, holdings []layout.Holding) *memory {
 		m.ranks, m.words = append(m.ranks, pool), append(m.words, words)
 		for layer := h.Layer; layer < h.Layer+h.Layers; layer++ {
 			for head := h.Head; head < h.Head+h.Heads; head++ {
-				m.homes[layer*heads+head] = home{rank, ((layer-h.Layer)*h.Heads + head - h.Head) * blockSize}
+				at := home{rank, ((layer-h.Layer)*h.Heads + head - h.Head) * blockSize}
+				m.homes[layer*heads+head] = append(m.homes[layer*heads+head], at)
 			}
 		}
 	}
@@ -114,17 +115,27 @@ func (m *memory) scribble(id int32) {
 	m.scribbleSums(id)
 }
 
+// load reads the tags of a slot. Replicas must agree: if one does not, what is read is neither's.
 func (m *memory) load(slot int, tags *[layers * heads]uint64) {
 	block, offset := slot/m.blockSize, slot%m.blockSize
-	for i, h := range m.homes {
-		tags[i] = m.ranks[h.rank][block*m.words[h.rank]+h.word+offset]
+	for i, homes := range m.homes {
+		for n, h := range homes {
+			tag := m.ranks[h.rank][block*m.words[h.rank]+h.word+offset]
+			if n == 0 {
+				tags[i] = tag
+			} else if tag != tags[i] {
+				tags[i] = mix(tags[i], tag)
+			}
+		}
 	}
 }
 
 func (m *memory) store(slot int, tag uint64) {
 	block, offset := slot/m.blockSize, slot%m.blockSize
-	for i, h := range m.homes {
-		m.ranks[h.rank][block*m.words[h.rank]+h.word+offset] = headTag(tag, i/heads, i%heads)
+	for i, homes := range m.homes {
+		for _, h := range homes {
+			m.ranks[h.rank][block*m.words[h.rank]+h.word+offset] = headTag(tag, i/heads, i%heads)
+		}
 	}
 }
 

@@ -37,6 +37,7 @@ type Fleet struct {
 	MaxTokens             int
 	PrefillTP, PrefillPP  int
 	DecodeTP, DecodePP    int
+	Remote                bool // ranks but an engine's first are in other processes
 	Clients               int
 	// Per mille of transfers that fail midway, that hang until they are cancelled, and of those stopped
 	// early that may still touch memory for a while.
@@ -70,10 +71,13 @@ const (
 	Upgrade = "upgrade" // all engines restart with other weights
 	Pause   = "pause"   // a client pauses the fleet, and unpauses it
 	Suspend = "suspend" // it suspends the paused fleet in between
+
+	RankFails  = "rank-fails"  // one rank of an engine does what it is told without success
+	RankStalls = "rank-stalls" // one rank of an engine does nothing, and goes on later
 )
 
-// Fault is something that goes wrong. Whom it befalls is an engine ("prefill1"), a client ("client0"),
-// "coordinator" or "fleet".
+// Fault is something that goes wrong. Whom it befalls is an engine ("prefill1"), one of its ranks ("prefill1.0"), a
+// client ("client0"), "coordinator" or "fleet".
 type Fault struct {
 	At   time.Duration
 	Kind string
@@ -94,10 +98,13 @@ func Generate(seed uint64) Script {
 	for range 4 + g.IntN(10) {
 		s.Requests = append(s.Requests, g.request(s.Fleet, span))
 	}
+	ranks, remote := rankFaults(seed, s.Fleet, span)
+	s.Fleet.Remote = remote
 	if !calm {
 		for range g.IntN(5) {
 			s.Faults = append(s.Faults, g.fault(s.Fleet, span))
 		}
+		s.Faults = append(s.Faults, ranks...)
 	}
 	return s
 }
@@ -144,8 +151,8 @@ func verification(seed uint64, f Fleet) (mode string, flip int) {
 }
 
 func (g generator) ranks() (tp, pp int) {
-	tp, pp = g.one(1, 2, 4), g.one(1, 2)
-	if tp == 4 {
+	tp, pp = g.one(1, 1, 2, 2, 4, 8), g.one(1, 2) // with 8, heads are replicated
+	if tp >= 4 {
 		pp = 1
 	}
 	return tp, pp
@@ -234,9 +241,9 @@ func (s Script) String() string {
 	f := s.Fleet
 	fmt.Fprintf(&b, "seed %d\n", s.Seed)
 	fmt.Fprintf(&b, "fleet prefill=%d decode=%d both=%d policy=%s push=%t shared=%t block-size=%d prefill-blocks=%d decode-blocks=%d"+
-		" continuation=%d promise=%d max-requests=%d max-tokens=%d prefill-tp=%d prefill-pp=%d decode-tp=%d decode-pp=%d clients=%d fail=%d hang=%d unsafe=%d verify=%s flip=%d\n",
+		" continuation=%d promise=%d max-requests=%d max-tokens=%d prefill-tp=%d prefill-pp=%d decode-tp=%d decode-pp=%d remote=%t clients=%d fail=%d hang=%d unsafe=%d verify=%s flip=%d\n",
 		f.Prefill, f.Decode, f.Both, f.Policy, f.Push, f.Shared, f.BlockSize, f.PrefillBlocks, f.DecodeBlocks,
-		f.Continuation, f.Promise, f.MaxRequests, f.MaxTokens, f.PrefillTP, f.PrefillPP, f.DecodeTP, f.DecodePP, f.Clients, f.Fail, f.Hang, f.Unsafe,
+		f.Continuation, f.Promise, f.MaxRequests, f.MaxTokens, f.PrefillTP, f.PrefillPP, f.DecodeTP, f.DecodePP, f.Remote, f.Clients, f.Fail, f.Hang, f.Unsafe,
 		cmp.Or(f.Verify, "off"), f.Flip)
 	for _, r := range s.Requests {
 		fmt.Fprintf(&b, "request at=%v client=%d family=%d shared=%d tail=%d own=%d max=%d stop=%d salt=%d session=%d logprobs=%t abort=%v\n",
@@ -295,7 +302,7 @@ func (f *Fleet) fields() map[string]any {
 		"prefill": &f.Prefill, "decode": &f.Decode, "both": &f.Both, "policy": &f.Policy, "push": &f.Push, "shared": &f.Shared,
 		"block-size": &f.BlockSize, "prefill-blocks": &f.PrefillBlocks, "decode-blocks": &f.DecodeBlocks,
 		"continuation": &f.Continuation, "promise": &f.Promise, "max-requests": &f.MaxRequests, "max-tokens": &f.MaxTokens, "prefill-tp": &f.PrefillTP, "prefill-pp": &f.PrefillPP,
-		"decode-tp": &f.DecodeTP, "decode-pp": &f.DecodePP, "clients": &f.Clients, "fail": &f.Fail, "hang": &f.Hang, "unsafe": &f.Unsafe,
+		"decode-tp": &f.DecodeTP, "decode-pp": &f.DecodePP, "remote": &f.Remote, "clients": &f.Clients, "fail": &f.Fail, "hang": &f.Hang, "unsafe": &f.Unsafe,
 		"verify": &f.Verify, "flip": &f.Flip,
 	}
 }

@@ -41,6 +41,7 @@ type Counts struct {
 	Takeovers, Reruns, Evictions                         int
 	Handoffs, Transfers, BrokenTransfers, Quarantines    int
 	Flips, Corrupt                                       int // bits changed on the way; handoffs found damaged
+	RankFailures, RankDelays                             int // orders that a failing rank got; orders that came late to one
 }
 
 // Add sums counts.
@@ -60,6 +61,8 @@ func (c *Counts) Add(o Counts) {
 	c.Quarantines += o.Quarantines
 	c.Flips += o.Flips
 	c.Corrupt += o.Corrupt
+	c.RankFailures += o.RankFailures
+	c.RankDelays += o.RankDelays
 }
 
 // Run plays a script to its end. The error is a *Failure, or says that the script is impossible.
@@ -244,6 +247,8 @@ func (w *world) fault(x Fault) (func(), error) {
 		return func() { engine.freeze(x.For) }, nil
 	case engine != nil && x.Kind == Cut:
 		return func() { engine.cut() }, nil
+	case x.Kind == RankFails || x.Kind == RankStalls:
+		return w.rankFault(x)
 	case engine != nil && x.Kind == Leave:
 		return func() { engine.leave(x.For) }, nil
 	case victim != nil && x.Kind == Crash:
@@ -262,6 +267,22 @@ func (w *world) fault(x Fault) (func(), error) {
 		return func() { w.operator.pause(x.For, true) }, nil
 	}
 	return nil, fmt.Errorf("sim: nobody can %s %q", x.Kind, x.Who)
+}
+
+// rankFault finds out what a fault does to a rank.
+func (w *world) rankFault(x Fault) (func(), error) {
+	name, rank, err := parseRank(x.Who)
+	if err != nil {
+		return nil, err
+	}
+	s := w.seat(name)
+	switch {
+	case s == nil:
+		return nil, fmt.Errorf("sim: there is no engine %q that could have the rank %q", name, x.Who)
+	case x.Kind == RankFails:
+		return func() { s.rankFails(rank, x.For) }, nil
+	}
+	return func() { s.rankStalls(rank, x.For) }, nil
 }
 
 // upgrade restarts every engine, one after the other, with the next weights.
@@ -294,6 +315,9 @@ func (w *world) probe(n int) bool {
 		return false
 	}
 	w.script.Fleet.Fail, w.script.Fleet.Hang, w.script.Fleet.Flip = 0, 0, 0
+	for _, l := range w.lives {
+		l.recover()
+	}
 	r := w.script.Requests[n]
 	r.Client, r.Abort, r.Logprobs = 0, 0, false
 	w.log("probe: request %d again", n+1)

@@ -29,7 +29,7 @@ func TestSeeds(t *testing.T) {
 		total.Add(counts)
 	}
 	if total.Finished < total.Requests/3 || total.Aborted == 0 || total.Quarantines == 0 || total.BrokenTransfers == 0 ||
-		total.Flips == 0 || total.Corrupt == 0 {
+		total.Flips == 0 || total.Corrupt == 0 || total.RankFailures == 0 || total.RankDelays == 0 {
 		t.Errorf("the runs covered too little: %+v", total)
 	}
 }
@@ -132,26 +132,31 @@ func TestModelSeesWrongKV(t *testing.T) {
 	}
 	next := want
 	next.follow(1, want.next(1))
-	for _, ranks := range [][2]int{{1, 1}, {2, 1}, {4, 1}, {1, 2}, {2, 2}} {
+	for _, ranks := range [][2]int{{1, 1}, {2, 1}, {4, 1}, {8, 1}, {1, 2}, {2, 2}} {
 		first, second := run(ranks[0], ranks[1], func(*memory) {})
 		if first != want.next(1) || second != next.next(1) {
 			t.Errorf("%v ranks: tokens %d, %d; an undisturbed run has %d, %d", ranks, first, second, want.next(1), next.next(1))
 		}
 	}
-	for name, spoil := range map[string]func(m *memory){
-		"a poisoned block":      func(m *memory) { m.scribble(1) },
-		"one head of one token": func(m *memory) { m.ranks[1][5]++ },
-		"blocks in wrong order": func(m *memory) {
+	for _, tt := range []struct {
+		name  string
+		tp    int
+		spoil func(m *memory)
+	}{
+		{"a poisoned block", 2, func(m *memory) { m.scribble(1) }},
+		{"one head of one token", 2, func(m *memory) { m.ranks[1][5]++ }},
+		{"one of two replicas", 8, func(m *memory) { m.ranks[7][5]++ }},
+		{"blocks in wrong order", 2, func(m *memory) {
 			n := m.words[0]
 			for i := range n {
 				p := m.ranks[0]
 				p[i], p[n+i] = p[n+i], p[i]
 			}
-		},
-		"another version": func(m *memory) { m.store(2, want.write(2, prompt[2])) },
+		}},
+		{"another version", 2, func(m *memory) { m.store(2, want.write(2, prompt[2])) }},
 	} {
-		if _, second := run(2, 1, spoil); second == next.next(1) {
-			t.Errorf("%s: the same token all the same", name)
+		if _, second := run(tt.tp, 1, tt.spoil); second == next.next(1) {
+			t.Errorf("%s: the same token all the same", tt.name)
 		}
 	}
 }
@@ -160,8 +165,8 @@ func TestModelSeesWrongKV(t *testing.T) {
 func TestModelReadsResharded(t *testing.T) {
 	const size, blocks = 4, 6
 	g := geometry(size)
-	for _, from := range [][2]int{{1, 1}, {2, 1}, {4, 1}, {1, 2}, {2, 2}} {
-		for _, to := range [][2]int{{1, 1}, {2, 1}, {4, 1}, {1, 2}, {2, 2}} {
+	for _, from := range [][2]int{{1, 1}, {2, 1}, {4, 1}, {8, 1}, {1, 2}, {2, 2}} {
+		for _, to := range [][2]int{{1, 1}, {2, 1}, {4, 1}, {8, 1}, {1, 2}, {2, 2}} {
 			src, _ := holdings(g, from[0], from[1])
 			dst, _ := holdings(g, to[0], to[1])
 			template, err := layout.Compile(g, src, dst)
