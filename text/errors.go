@@ -60,3 +60,14 @@ func (e *TemplateError) Error() string {
 }
 
 func (e *TemplateError) Unwrap() error { return e.Err }
+
+// PrefixError says why a conversation's ids cannot begin with those that the model saw and sampled (see Prefix).
+type PrefixError struct {
+	Message int   // index of the message that the sampled ids are
+	EOS     int32 // the tokenizer's end-of-sequence token; -1 for none
+	Reason  string
+}
+
+func (e *PrefixError) Error() string {
+	return fmt.Sprintf("the sampled ids of message %d cannot be continued: where it ends is told by end-of-sequence tokens (id %d), and %s", e.Message, e.EOS, e.Reason)
+}

@@ -30,6 +30,9 @@ type Template struct {
 	protected *byteTrie
 	sourceUse map[rune]bool // characters of the marks' plane in the source
 	traits    func() traits
+	needles   []string    // strings that it looks for in messages
+	mutates   bool        // it may change its variables
+	local     func() bool // what it shows of a message depends on few others (see window)
 }
 
 // Chat is what a template renders. The JSON values keep the order of their names.
@@ -136,6 +139,8 @@ func (t *Tokenizer) compileTemplate(name, source string, tokens map[string]strin
 	m := marker{clash: tm.sourceUse}
 	m.text(source)
 	tm.traits = sync.OnceValue(tm.probe)
+	tm.needles, tm.mutates = needles(source), mutators.MatchString(source)
+	tm.local = sync.OnceValue(func() bool { return tm.tryWindows(t) })
 	return tm, nil
 }
 
@@ -150,22 +155,10 @@ func (tm *Template) Source() string { return tm.source }
 // JSON, are decoded for a template that formats them itself. Content that is empty beside tool calls is null or the empty
 // string, whichever the template shows calls with.
 func (tm *Template) Render(ctx context.Context, c Chat) (Prompt, error) {
-	m := &marker{protected: tm.protected, clash: map[rune]bool{}}
-	mark, err := newMark(tm.sourceUse)
+	m, vars, err := tm.decode(c)
 	if err != nil {
 		return Prompt{}, tm.failure(err)
 	}
-	m.mark = mark
-	vars, err := tm.variables(c, m)
-	if err == nil && m.clash[[]rune(mark)[0]] {
-		if m.mark, err = newMark(tm.sourceUse, m.clash); err == nil {
-			vars, err = tm.variables(c, m)
-		}
-	}
-	if err != nil {
-		return Prompt{}, tm.failure(err)
-	}
-	tm.adapt(vars["messages"], m)
 	if !c.ContinueFinalMessage {
 		text, err := tm.execute(ctx, vars, c.Now)
 		return unmark(text, m.mark), err
@@ -189,6 +182,26 @@ func (tm *Template) Render(ctx context.Context, c Chat) (Prompt, error) {
 		return Prompt{}, tm.failure(err)
 	}
 	return unmark(text, m.mark), nil
+}
+
+// decode makes a template's variables, marked and adapted.
+func (tm *Template) decode(c Chat) (*marker, map[string]jinja.Value, error) {
+	m := &marker{protected: tm.protected, clash: map[rune]bool{}}
+	var err error
+	if m.mark, err = newMark(tm.sourceUse); err != nil {
+		return nil, nil, err
+	}
+	vars, err := tm.variables(c, m)
+	if err == nil && m.clash[[]rune(m.mark)[0]] {
+		if m.mark, err = newMark(tm.sourceUse, m.clash); err == nil {
+			vars, err = tm.variables(c, m)
+		}
+	}
+	if err != nil {
+		return nil, nil, err
+	}
+	tm.adapt(vars["messages"], m)
+	return m, vars, nil
 }
 
 // tagFinalMessage puts a tag at the end of the last message's text.

@@ -23,6 +23,9 @@ type Tokenizer struct {
 	protected []string // texts of protected tokens
 	stripLeft int      // spaces that decoding drops at the start of a text
 
+	longestAdded int  // bytes of the longest added token that is matched in the text as it comes
+	singleWords  bool // some of these stand alone only
+
 	templates templateSet
 }
 
@@ -74,22 +77,33 @@ func (t *Tokenizer) encode(p Prompt, o EncodeOptions) ([]int32, error) {
 	if o.AddSpecial {
 		ids = append(ids, t.prefix...)
 	}
+	ids, err := t.encodeSegments(ids, p, o.ParseSpecial, func(int, []int32) {})
+	if err != nil {
+		return nil, err
+	}
+	if o.AddSpecial {
+		ids = append(ids, t.suffix...)
+	}
+	return ids, nil
+}
+
+// encodeSegments appends the ids of a text. It calls sync behind each added token that is matched in the text as it
+// comes: what precedes such a place and what follows it are encoded independently.
+func (t *Tokenizer) encodeSegments(ids []int32, p Prompt, parse bool, sync func(text int, ids []int32)) ([]int32, error) {
 	plain := p.plain
-	for _, m := range t.raw.split(p.Text, o.ParseSpecial, plain) {
+	for _, m := range t.raw.split(p.Text, parse, plain) {
 		if m.token != nil {
 			ids = append(ids, m.token.ID)
+			sync(m.end, ids)
 			continue
 		}
 		for len(plain) > 0 && plain[0] <= m.start {
 			plain = plain[1:]
 		}
 		var err error
-		if ids, err = t.encodeSegment(ids, p.Text[m.start:m.end], m.start, plain, o.ParseSpecial); err != nil {
+		if ids, err = t.encodeSegment(ids, p.Text[m.start:m.end], m.start, plain, parse); err != nil {
 			return nil, fmt.Errorf("tokenizer: encode: %w", err)
 		}
-	}
-	if o.AddSpecial {
-		ids = append(ids, t.suffix...)
 	}
 	return ids, nil
 }
@@ -385,6 +399,10 @@ func (s *spec) buildAdded(t *Tokenizer) error {
 			set = &t.normalized
 		}
 		set.add(pattern, a)
+		if set == &t.raw {
+			t.longestAdded = max(t.longestAdded, len(pattern))
+			t.singleWords = t.singleWords || a.SingleWord
+		}
 		t.tokens[a.ID] = token{bytes: s.decoded(pattern), present: true, special: a.Special}
 		if a.protected() {
 			t.protected = append(t.protected, a.Content)
