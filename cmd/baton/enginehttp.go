@@ -56,36 +56,69 @@ func (f legFlags) apply(c *engine.Config) {
 // httpEngine is a shard's engines behind HTTP.
 type httpEngine struct {
 	*engineCmd
-	env   *environment
-	sec   *security
-	model *loaded
-	shard *engine.Shard
-	base  engine.Config
-	reg   *prometheus.Registry
+	env     *environment
+	sec     *security
+	url     string
+	http    net.Listener
+	links   net.Listener // of decode engines that claim what a prefill engine exports; nil for others
+	address string       // of links
+	model   *loaded
+	shard   *engine.Shard
 }
 
-// run serves until the process is told to stop: then requests and exports come to their end first.
-func (h *httpEngine) run() error {
-	listener, url, err := h.sec.listenHTTP("--http", h.HTTP)
-	if err != nil {
-		return errors.Join(err, h.shard.Close())
+// overHTTP opens the ports.
+func (c *engineCmd) overHTTP(env *environment, sec *security) (h *httpEngine, err error) {
+	h = &httpEngine{engineCmd: c, env: env, sec: sec}
+	if h.http, h.url, err = sec.listenHTTP("--http", c.HTTP); err != nil {
+		return nil, err
 	}
-	defer listener.Close()
-	links, address, err := h.listenLinks()
-	if err != nil {
-		return errors.Join(err, h.shard.Close())
+	if err := h.listenLinks(); err != nil {
+		h.close()
+		return nil, err
 	}
-	server, err := h.legs(address)
+	return h, nil
+}
+
+func (h *httpEngine) listenLinks() error {
+	if h.Role != wire.RolePrefill {
+		return nil
+	}
+	if err := h.sec.transfer("--transfer-host", h.TransferHost); err != nil {
+		return err
+	}
+	l, err := net.Listen("tcp", net.JoinHostPort(h.TransferHost, "0"))
 	if err != nil {
-		return errors.Join(err, h.shard.Close())
+		return fmt.Errorf("--transfer-host %s: %w", h.TransferHost, err)
+	}
+	_, port, err := net.SplitHostPort(l.Addr().String())
+	// Others call the host as it was given: that is what the certificate is for.
+	h.links, h.address = l, net.JoinHostPort(h.TransferHost, port)
+	return err
+}
+
+// close closes the ports. Whoever served them has done so already.
+func (h *httpEngine) close() {
+	_ = h.http.Close()
+	if h.links != nil {
+		_ = h.links.Close()
+	}
+}
+
+// run serves until the process is told to stop: then requests and exports come to their end first. It closes the shard.
+func (h *httpEngine) run(model *loaded, shard *engine.Shard, reg *prometheus.Registry) error {
+	h.model, h.shard = model, shard
+	server, err := h.legs()
+	if err != nil {
+		return errors.Join(err, shard.Close())
 	}
 	defer server.Close()
-	front, err := h.frontend(server)
+	reg.MustRegister(server.Collector())
+	front, err := h.frontend(server, reg)
 	if err != nil {
-		return errors.Join(err, h.shard.Close())
+		return errors.Join(err, shard.Close())
 	}
 	h.env.started()
-	fmt.Fprintf(h.env.stdout, "engine at %s\n", url)
+	fmt.Fprintf(h.env.stdout, "engine at %s\n", h.url)
 
 	group, ctx := errgroup.WithContext(h.env.ctx)
 	// Engines outlive the requests, and links the engines.
@@ -95,42 +128,23 @@ func (h *httpEngine) run() error {
 	defer stopLinks()
 	group.Go(func() error {
 		defer stopLinks()
-		return runEngines(fleet, []*engine.Shard{h.shard}, func(_ context.Context, hello wire.Connect) (*wire.Conn, error) { return server.Connect(hello) })
+		return runEngines(fleet, []*engine.Shard{shard}, func(_ context.Context, hello wire.Connect) (*wire.Conn, error) { return server.Connect(hello) })
 	})
-	if links != nil {
-		group.Go(func() error { return server.Serve(linked, links) })
+	if h.links != nil {
+		group.Go(func() error { return server.Serve(linked, h.links) })
 	}
-	group.Go(func() error { return serveMetrics(ctx, h.sec, h.Metrics, h.reg, h.env.log) })
+	group.Go(func() error { return serveMetrics(ctx, h.sec, h.Metrics, reg, h.env.log) })
 	group.Go(func() error {
 		defer stopFleet()
 		defer server.Drain()
-		return front.Run(ctx, listener)
+		return front.Run(ctx, h.http)
 	})
 	return group.Wait()
 }
 
-// listenLinks opens the port at which decode engines claim what a prefill engine exports. Others have none.
-func (h *httpEngine) listenLinks() (net.Listener, string, error) {
-	if h.Role != wire.RolePrefill {
-		return nil, "", nil
-	}
-	if err := h.sec.transfer("--transfer-host", h.TransferHost); err != nil {
-		return nil, "", err
-	}
-	l, err := net.Listen("tcp", net.JoinHostPort(h.TransferHost, "0"))
-	if err != nil {
-		return nil, "", fmt.Errorf("--transfer-host %s: %w", h.TransferHost, err)
-	}
-	_, port, err := net.SplitHostPort(l.Addr().String())
-	if err != nil {
-		return nil, "", errors.Join(err, l.Close())
-	}
-	return l, net.JoinHostPort(h.TransferHost, port), nil // called as it was given: that is what the certificate is for
-}
-
-func (h *httpEngine) legs(address string) (*leg.Server, error) {
+func (h *httpEngine) legs() (*leg.Server, error) {
 	c := leg.ServerConfig{
-		Core:   leg.Config{Address: address, Lease: h.ExportLease},
+		Core:   leg.Config{Address: h.address, Lease: h.ExportLease},
 		Accept: h.peers(h.sec.server()), Dial: h.peers(h.sec.client()),
 		Permit: func(address string) error { return h.sec.permit("a prefill engine's address", address) },
 		Logger: h.env.log,
@@ -138,20 +152,15 @@ func (h *httpEngine) legs(address string) (*leg.Server, error) {
 	for _, e := range h.shard.Engines() {
 		c.Core.Engines = append(c.Core.Engines, e.Name())
 	}
-	server, err := leg.NewServer(c)
-	if err != nil {
-		return nil, err
-	}
-	h.reg.MustRegister(server.Collector())
-	return server, nil
+	return leg.NewServer(c)
 }
 
-func (h *httpEngine) frontend(server *leg.Server) (*frontend.Server, error) {
+func (h *httpEngine) frontend(server *leg.Server, reg *prometheus.Registry) (*frontend.Server, error) {
 	c, err := frontendFlags{outputFlags: h.outputFlags, keyFlags: h.keyFlags}.frontendConfig(h.model, h.env.log)
 	if err != nil {
 		return nil, err
 	}
-	c.Backend, c.Registry = frontend.Legs{Server: server}, h.reg
+	c.Backend, c.Registry = frontend.Legs{Server: server}, reg
 	c.ServerInfo = func() any { return h.info(server) }
 	return frontend.New(c)
 }
@@ -190,9 +199,10 @@ type disaggregatedInfo struct {
 }
 
 func (h *httpEngine) info(server *leg.Server) serverInfo {
+	shape, _ := h.shape() // it was good at the start
 	i := serverInfo{
 		Engine: "baton", Version: version(), Role: h.Role, Model: h.model.name, Fingerprint: h.model.Fingerprint(),
-		Shard: h.base.Shard.String(), StateFormat: wire.KVStateFormat, MaxRequests: h.MaxRequests, Engines: []engineInfo{},
+		Shard: shape.String(), StateFormat: wire.KVStateFormat, MaxRequests: h.MaxRequests, Engines: []engineInfo{},
 		Disaggregated: disaggregatedInfo{DPSize: len(h.shard.Engines()), Endpoint: []string{}},
 	}
 	if h.Role != wire.RoleBoth {

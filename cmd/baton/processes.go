@@ -119,7 +119,12 @@ func (c *engineCmd) Run(env *environment) error {
 		}
 	}
 	open := c.open
-	if c.HTTP != "" {
+	var over *httpEngine
+	if c.HTTP != "" && (placement == nil || placement.Ranks[0] == 0) {
+		if over, err = c.overHTTP(env, sec); err != nil {
+			return err
+		}
+		defer over.close()
 		open = c.openText
 	}
 	model, err := open(env.log)
@@ -152,9 +157,8 @@ func (c *engineCmd) Run(env *environment) error {
 	if err != nil {
 		return err
 	}
-	if c.HTTP != "" {
-		h := &httpEngine{engineCmd: c, env: env, sec: sec, model: model, shard: shard, base: base, reg: reg}
-		return h.run()
+	if over != nil {
+		return over.run(model, shard, reg)
 	}
 	env.started()
 	group, ctx := errgroup.WithContext(env.ctx)
