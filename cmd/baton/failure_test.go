@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"regexp"
 	"slices"
 	"strings"
 	"sync"
@@ -89,8 +90,16 @@ func TestSigtermDrains(t *testing.T) {
 				t.Errorf("decode2 ended with %d:\n%s", code, leaving.Log.Tail())
 			}
 			c.undisturbed("qwen3")
-			if moved := strings.Contains(f.parts["coordinator"].Log.Tail(), "runs again"); moved != tc.moves {
-				t.Errorf("streams moved: %v, want %v\n%s", moved, tc.moves, f.parts["coordinator"].Log.Tail())
+			said := f.parts["coordinator"].Log.Tail()
+			if moved := strings.Contains(said, "runs again"); moved != tc.moves {
+				t.Errorf("streams moved: %v, want %v\n%s", moved, tc.moves, said)
+			}
+			departure := regexp.MustCompile(`(?m)^.*level=INFO msg="engine decode2 leaves`)
+			if alarm := regexp.MustCompile(`(?m)^.*level=WARN.*decode2`); !departure.MatchString(said) || !tc.moves && (!strings.Contains(said, "engine decode2 has left") || alarm.MatchString(said)) {
+				t.Errorf("a normal departure is told as\n%s", said)
+			}
+			if log := leaving.Log.Tail(); !strings.Contains(log, "level=INFO msg=draining") || !strings.Contains(log, "level=INFO msg=stopped") {
+				t.Errorf("the one that left says\n%s", log)
 			}
 		})
 	}
