@@ -291,6 +291,8 @@ func (x *exchange) fail(at *lease, err error) error {
 	switch {
 	case x.legs.Err() != nil:
 		outcome, label = canceled, "canceled"
+	case errors.As(err, &said) && said.status == http.StatusGone:
+		outcome, label = succeeded, "gone" // what the prefill leg left is not there any more: it takes another
 	case errors.As(err, &said) && said.status < 500:
 		outcome, retry, label = succeeded, false, "refused" // the request is at fault, not the worker
 	case errors.Is(err, errStale):
