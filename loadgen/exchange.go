@@ -72,7 +72,6 @@ type exchange struct {
 	request *Request
 	sse     *sse
 	parser  parser
-	body    []byte
 	events  func(tokens int) // called as tokens come
 }
 
@@ -107,7 +106,7 @@ func (x *exchange) try(ctx context.Context, r *Result, body []byte) *RequestErro
 
 // read reads a stream to its end.
 func (x *exchange) read(ctx context.Context, r *Result, body io.Reader) *RequestError {
-	x.sse.reset(body)
+	x.sse.reset(body, maxResponse)
 	var last time.Time
 	var counted *usage
 	for {
@@ -263,10 +262,10 @@ func quote(text []byte) []byte {
 	return b
 }
 
-// appendBody appends a request's body.
-func (x *exchange) appendBody(b []byte, c *conversation, s *Session, output int) []byte {
+// body makes a request's body. It is a new one each time: a transport may go on reading the one before after its answer has come.
+func (x *exchange) body(c *conversation, s *Session, output int) []byte {
 	q := x.request
-	b = append(b, `{"model":`...)
+	b := append(make([]byte, 0, len(c.prompt)+len(q.Extra)+512), `{"model":`...)
 	b = append(b, quote([]byte(x.server.model))...)
 	switch q.Prompt {
 	case IDs:

@@ -149,7 +149,7 @@ func (p *player) warm(ctx context.Context) error {
 			talk := conversation{content: p.content(), kind: p.cfg.Request.Prompt}
 			talk.say(&one.Turns[0], one.ID, 0)
 			r := &Result{Session: one, Reusable: p.reusable(&one.Turns[0], nil)}
-			p.send(ctx, x, r, x.appendBody(nil, &talk, one, t.Output))
+			p.send(ctx, x, r, x.body(&talk, one, t.Output))
 			if r.Err != nil {
 				select {
 				case failed <- r.Err:
@@ -300,13 +300,13 @@ func (g *game) play(ctx context.Context, s *Session, meant time.Time) {
 			talk.prompt = talk.prompt[:0]
 		}
 		talk.say(t, s.ID, k)
-		x.body = x.appendBody(x.body[:0], &talk, s, t.Output)
+		body := x.body(&talk, s, t.Output)
 		if g.cfg.Load.Concurrency > 0 {
 			meant = time.Now()
 		}
 		r := &Result{Target: g.number, Round: g.round, Session: s, Turn: k, Meant: meant, Reusable: g.reusable(t, before)}
 		g.running.Add(1)
-		g.send(ctx, x, r, x.body)
+		g.send(ctx, x, r, body)
 		g.running.Add(-1)
 		r.IDs = x.parser.ids
 		if k+1 < len(s.Turns) && r.Err == nil {

@@ -32,7 +32,7 @@ type sse struct {
 	r    *bufio.Reader
 	line []byte // of a line that is longer than r's buffer
 	data []byte // of an event that has several data lines or comes in parts, with a line's end after each
-	read int64
+	left int64  // bytes that the stream may still have
 }
 
 func newSSE() *sse {
@@ -41,8 +41,9 @@ func newSSE() *sse {
 	return s
 }
 
-func (s *sse) reset(r io.Reader) {
-	s.from, s.read = r, 0
+// reset begins a stream of at most so many bytes.
+func (s *sse) reset(r io.Reader, limit int64) {
+	s.from, s.left = r, limit
 	s.r.Reset(arrival{s})
 }
 
@@ -94,7 +95,7 @@ func (s *sse) blankAhead() bool {
 	default:
 		return false
 	}
-	s.read += int64(n)
+	s.left -= int64(n)
 	_, _ = s.r.Discard(n) // it is in the buffer
 	return true
 }
@@ -102,19 +103,19 @@ func (s *sse) blankAhead() bool {
 // readLine reads a line and takes its end off.
 func (s *sse) readLine() ([]byte, error) {
 	line, err := s.r.ReadSlice('\n')
-	s.read += int64(len(line))
+	s.left -= int64(len(line))
 	if err == bufio.ErrBufferFull {
 		s.line = append(s.line[:0], line...)
 		for err == bufio.ErrBufferFull {
 			line, err = s.r.ReadSlice('\n')
-			s.read += int64(len(line))
+			s.left -= int64(len(line))
 			if s.line = append(s.line, line...); len(s.line) > maxEvent {
 				return nil, errEventTooLong
 			}
 		}
 		line = s.line
 	}
-	if s.read > maxResponse {
+	if s.left < 0 {
 		return nil, errStreamTooLong
 	}
 	if err != nil {

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"io"
+	"math"
 	"math/rand/v2"
 	"reflect"
 	"strings"
@@ -14,8 +15,9 @@ import (
 
 // readEvents reads all data of a stream.
 func readEvents(r io.Reader) (list []string, err error) {
+	const limit = 16 << 20
 	s := newSSE()
-	s.reset(r)
+	s.reset(r, limit)
 	for {
 		data, err := s.next()
 		if err != nil {
@@ -54,7 +56,7 @@ func TestEventsAreRead(t *testing.T) {
 }
 
 func TestEventsHaveBounds(t *testing.T) {
-	endless := func(s string) io.Reader { return io.LimitReader(&repeat{s: []byte(s)}, 2*maxResponse) }
+	endless := func(s string) io.Reader { return io.LimitReader(&repeat{s: []byte(s)}, 32<<20) }
 	for what, tc := range map[string]struct {
 		r    io.Reader
 		want error
@@ -193,7 +195,7 @@ func BenchmarkChunk(b *testing.B) {
 		`{"index":0,"text":" hello","logprobs":null,"finish_reason":null,"token_ids":[12345]}],"usage":null}` + "\n\n"
 	x := &exchange{sse: newSSE(), parser: parser{keepIDs: true}, events: func(int) {}}
 	stream := &repeat{s: []byte(chunk)}
-	x.sse.reset(stream)
+	x.sse.reset(stream, math.MaxInt64)
 	r := &Result{}
 	b.ReportAllocs()
 	b.SetBytes(int64(len(chunk)))
@@ -208,6 +210,6 @@ func BenchmarkChunk(b *testing.B) {
 			b.Fatal(err)
 		}
 		last = x.arrived(r, e, last)
-		x.parser.ids, r.gaps, x.sse.read = x.parser.ids[:0], r.gaps[:0], 0
+		x.parser.ids, r.gaps = x.parser.ids[:0], r.gaps[:0]
 	}
 }
