@@ -23,6 +23,7 @@ type Script struct {
 	// The messages that stand for all of them when the next turn is rendered, and what the template makes of these
 	// alone, without a generation prompt.
 	window     []int
+	picked     int // of them when they were picked; the others have come since
 	windowText string
 	opens      []opening
 }

@@ -21,6 +21,7 @@ type rendering struct {
 
 	ends   []int
 	shapes []messageShape
+	picked int // messages of the window when it was picked
 
 	// What is decoded for the template: variables, and the messages that are rendered.
 	mark  string
@@ -176,6 +177,7 @@ func (r *rendering) open(ctx context.Context, s *Script, list [][]byte) error {
 		return nil
 	}
 	s.window = window(r.shapes, len(list))
+	s.picked = len(s.window)
 	some := len(s.window) < len(list)
 	switch {
 	case len(s.window) > maxWindow:
@@ -284,7 +286,7 @@ func (r *rendering) extend(ctx context.Context, prev *Script, p Prefix, reuse *R
 		return nil, Seam, nil
 	}
 	s := r.script(prompt)
-	s.window, s.opens = win, prev.opens
+	s.window, s.picked, s.opens = win, r.picked, prev.opens
 	for i := len(prev.shapes); i < len(r.shapes); i++ {
 		s.window = append(s.window, i)
 	}
@@ -319,14 +321,14 @@ func (r *rendering) window(prev *Script, fresh [][]byte) (win []int, text string
 		}
 		return r.decode(append(list, fresh...))
 	}
-	win, text = slices.Clip(prev.window), prev.windowText
+	win, text, r.picked = slices.Clip(prev.window), prev.windowText, prev.picked
 	if err := decode(); err != nil {
 		return nil, "", Extended, err
 	}
 	added := r.tm.shapesOf(r.items[len(win):])
 	r.shapes = slices.Concat(prev.shapes, added)
 	need := mustKeep(prev.shapes, added)
-	if len(win) <= softWindow && keeps(win, need, len(prev.shapes)) {
+	if len(win) <= prev.picked+maxGrowth && keeps(win, need, len(prev.shapes)) {
 		return win, text, Extended, nil
 	}
 	picked := window(prev.shapes, need)
@@ -338,6 +340,7 @@ func (r *rendering) window(prev *Script, fresh [][]byte) (win []int, text string
 	case slices.Equal(picked, win):
 		return win, text, Extended, nil
 	}
+	r.picked = len(picked)
 	win = slices.Clip(picked)
 	return win, "", Extended, decode()
 }

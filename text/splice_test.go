@@ -1,7 +1,13 @@
 package text
 
 import (
+	"bytes"
+	"crypto/sha256"
+	"encoding/binary"
+	"encoding/hex"
+	"encoding/json/jsontext"
 	"errors"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -371,6 +377,69 @@ func TestEncodeFrom(t *testing.T) {
 			if err != nil || !slices.Equal(got, want) {
 				t.Fatalf("after %q, %q gives %v, want %v (%v)", old.Text, fresh.Text, got, want, err)
 			}
+		})
+	}
+}
+
+// conversationVectors are long conversations and the ids that Hugging Face gives them at each turn.
+type conversationVectors []struct {
+	Tokenizer string         `json:"tokenizer"`
+	SHA256    string         `json:"sha256"` // of tokenizer.json
+	Tools     jsontext.Value `json:"tools"`
+	Turns     []struct {
+		Messages jsontext.Value `json:"messages"` // that this turn adds
+		Count    int            `json:"count"`
+		SHA256   string         `json:"sha256"` // of the ids as little-endian int32
+	} `json:"turns"`
+}
+
+// TestConversations: thirty turns with tools, thoughts and several questions have Hugging Face's ids at each turn (49).
+func TestConversations(t *testing.T) {
+	var v conversationVectors
+	readVectors(t, filepath.Join(*vectorDir, "conversations.json.gz"), &v)
+	if len(v) == 0 {
+		t.Fatal("no vectors")
+	}
+	found := cachedTokenizers(t)
+	for _, c := range v {
+		t.Run(c.Tokenizer, func(t *testing.T) {
+			path := found[c.SHA256]
+			if path == "" {
+				t.Skip("its tokenizer is not in the cache: see scripts/fetch-tokenizers")
+			}
+			tok := loadAny(t, path)
+			tm, err := tok.Template("")
+			if err != nil {
+				t.Fatal(err)
+			}
+			var prev *Script
+			var messages []byte
+			reasons := map[Reason]int{}
+			for i, turn := range c.Turns {
+				added := bytes.TrimSpace(turn.Messages)
+				messages = append(append(messages, ','), added[1:len(added)-1]...)
+				chat := Chat{Messages: slices.Concat([]byte{'['}, messages[1:], []byte{']'}), AddGenerationPrompt: true}
+				if string(c.Tools) != "null" {
+					chat.Tools = c.Tools
+				}
+				s, reuse, err := tok.Transcribe(t.Context(), tm, prev, chat, Prefix{})
+				if err != nil {
+					t.Fatal(err)
+				}
+				reasons[reuse.Reason]++
+				var raw []byte
+				for _, id := range s.IDs() {
+					raw = binary.LittleEndian.AppendUint32(raw, uint32(id))
+				}
+				if sum := sha256.Sum256(raw); len(s.IDs()) != turn.Count || hex.EncodeToString(sum[:]) != turn.SHA256 {
+					t.Fatalf("turn %d (%+v): %d ids, want %d", i, reuse, len(s.IDs()), turn.Count)
+				}
+				prev = s
+			}
+			if reasons[Extended] < len(c.Turns)*3/4 {
+				t.Errorf("most turns were rendered as a whole: %v", reasons)
+			}
+			t.Log(reasons)
 		})
 	}
 }

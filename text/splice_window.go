@@ -14,17 +14,28 @@ import (
 
 // Bounds of a window, in messages.
 const (
-	softWindow = 10 // a longer one is picked anew
-	maxWindow  = 24 // beyond it all messages are rendered
-	minTail    = 2  // of the last messages, which a window always has
+	maxGrowth = 8  // since it was picked; then it is picked anew
+	maxWindow = 32 // beyond it all messages are rendered
+	minTail   = 2  // of the last messages, which a window always has
 )
 
 // messageShape is what a template can tell a message by without showing it: its role, which fields it has and of what kind, and
 // whether its text holds what the template looks for.
 type messageShape struct {
-	user, tool bool
-	hash       uint64
+	kind messageKind
+	hash uint64
 }
+
+// messageKind is a coarser shape.
+type messageKind byte
+
+const (
+	kindOther messageKind = iota
+	kindUser
+	kindAnswer // of the assistant, without calls
+	kindCall
+	kindTool
+)
 
 // searched finds what a template looks for in strings.
 var searched = regexp.MustCompile(`(?:'([^'\\]+)'|"([^"\\]+)")\s+(?:not\s+)?in\s|\.(?:startswith|endswith|split|rsplit|find|partition|index|count)\(\s*(?:'([^'\\]+)'|"([^"\\]+)")`)
@@ -54,14 +65,34 @@ func (tm *Template) shapeOf(m jinja.Value) messageShape {
 	h := fnv.New64a()
 	var s messageShape
 	if m.IsDict() {
-		if role, _ := m.AsDict().Get("role"); role.IsString() {
-			s.user, s.tool = role.AsString() == "user", role.AsString() == "tool"
+		role, _ := m.AsDict().Get("role")
+		calls, _ := m.AsDict().Get("tool_calls")
+		s.kind = kindOf(role, calls)
+		if role.IsString() {
 			io.WriteString(h, role.AsString())
 		}
 	}
 	tm.feature(h, m, 0)
 	s.hash = h.Sum64()
 	return s
+}
+
+func kindOf(role, calls jinja.Value) messageKind {
+	if !role.IsString() {
+		return kindOther
+	}
+	switch role.AsString() {
+	case "user":
+		return kindUser
+	case "tool", "ipython", "function":
+		return kindTool
+	case "assistant":
+		if calls.IsTruthy() {
+			return kindCall
+		}
+		return kindAnswer
+	}
+	return kindOther
 }
 
 // maxFeature is how deep a message is looked into: at the fields of a call's function, not at its arguments.
@@ -119,17 +150,17 @@ func (tm *Template) feature(h io.Writer, v jinja.Value, depth int) {
 	}
 }
 
-// bigram is a message's messageShape and that of the one before it.
-type bigram [2]messageShape
+// bigram is a message's kind and that of the one before it.
+type bigram [2]messageKind
 
-func bigramAt(shapes []messageShape, i int) bigram { return bigram{shapes[i-1], shapes[i]} }
+func bigramAt(shapes []messageShape, i int) bigram { return bigram{shapes[i-1].kind, shapes[i].kind} }
 
 // mustKeep is the first of the old messages that may look otherwise, or count, once these are added, so that a window must
 // have it and all that follow it: none if the new messages only go on as the old ones since the last of the user
 // have; otherwise all since then.
 func mustKeep(old, added []messageShape) int {
 	user := len(old) - 1
-	for user > 0 && !old[user].user {
+	for user > 0 && old[user].kind != kindUser {
 		user--
 	}
 	if len(old) == 0 {
@@ -139,12 +170,12 @@ func mustKeep(old, added []messageShape) int {
 	for i := user + 2; i < len(old); i++ {
 		seen[bigramAt(old, i)] = true
 	}
-	last := old[len(old)-1]
+	last := old[len(old)-1].kind
 	for _, s := range added {
-		if s.user || !seen[bigram{last, s}] {
+		if s.kind == kindUser || !seen[bigram{last, s.kind}] {
 			return user
 		}
-		last = s
+		last = s.kind
 	}
 	return len(old)
 }
@@ -155,29 +186,29 @@ func keeps(win []int, from, n int) bool {
 }
 
 // window picks messages that stand for all: it leaves out rounds that are repeated, so that what precedes the gap and what
-// follows it also follow each other elsewhere. The first message of each shape stays, each pair of neighbours once, and
-// all from keep on.
+// follows it are of kinds that also follow each other elsewhere. The first message of each shape stays, each pair of kinds
+// once, and all from keep on.
 func window(shapes []messageShape, keep int) []int {
 	tail := min(len(shapes)-minTail, keep)
-	for tail > 0 && shapes[tail].tool {
+	for tail > 0 && shapes[tail].kind == kindTool {
 		tail--
 	}
 	var win []int
-	seen := map[bigram]bool{}
+	pairs, known := map[bigram]bool{}, map[messageShape]bool{}
 	for p := 0; p < len(shapes); p++ {
-		if p == 0 {
-			win = append(win, 0)
-			continue
-		}
-		here := bigramAt(shapes, p)
-		seen[here] = true
 		next := p
-		for q := p + 1; q <= tail && seen[bigramAt(shapes, q)]; q++ {
-			if bigramAt(shapes, q) == here {
-				next = q
+		if p > 0 {
+			here := bigramAt(shapes, p)
+			pairs[here] = true
+			// What is left out is [p, q): all of it must be known.
+			for q := p + 1; q <= tail && known[shapes[q-1]] && pairs[bigramAt(shapes, q)]; q++ {
+				if bigramAt(shapes, q) == here {
+					next = q
+				}
 			}
 		}
 		win = append(win, next)
+		known[shapes[next]] = true
 		p = next
 	}
 	return win
@@ -221,6 +252,7 @@ var trials = [][][]string{
 	grow([]string{trySystem, tryUser}, 12, []string{tryAnswer, tryUser}),
 	grow([]string{tryUser}, 10, []string{tryThought, tryUser}),
 	grow([]string{tryUser}, 10, []string{tryTagged, tryUser}),
+	grow([]string{trySystem, tryUser}, 6, []string{tryCall, tryTool}, []string{trySaid, tryTool}, []string{tryTwo, tryTool, tryTool}, []string{tryCall, tryTool}),
 	grow([]string{trySystem, tryUser}, 3, []string{tryCall, tryTool}, []string{trySaid, tryTool}, []string{tryCall, tryTool},
 		[]string{tryThought, tryUser}, []string{tryTwo, tryTool, tryTool}, []string{tryCall, tryTool}, []string{tryAnswer, tryUser}),
 }
