@@ -24,7 +24,7 @@ func TestRefusedCommandLines(t *testing.T) {
 		{"serve --model x --shards dp=2,role=prefill", 1, "role"},
 		{"serve --model " + goldenPath("qwen3") + " --shards dp=4000 --listen 127.0.0.1:0", 1, "at most 64"},
 		{"serve --model " + goldenPath("qwen3") + " --shards tp=3 --listen 127.0.0.1:0", 1, "8 attention heads over 3 ranks"},
-		{"inspect " + goldenPath("qwen3") + " --shards dp=4000", 1, "at most 64"},
+		{"inspect " + goldenPath("qwen3") + " --shards dp=4000", 1, "at most 1024"},
 		{"inspect " + goldenPath("qwen3") + " --shards tp=3", 1, "8 attention heads over 3 ranks"},
 		{"serve --model nowhere --listen 127.0.0.1:0", 1, "nowhere"},
 		{"serve --model x --listen foo", 1, "--listen foo is not an address: write HOST:PORT"},

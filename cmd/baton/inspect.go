@@ -132,16 +132,20 @@ func attentionLine(s checkpoint.Spec) string {
 	return fmt.Sprintf("%d heads, %d KV heads, head dimension %d", s.Heads, s.KVHeads, s.HeadDim)
 }
 
-// plan sizes the ranks of all shards, or says what serve would refuse.
+// plan sizes the ranks of all shards, or says what serve would refuse; but for their number, which several processes
+// can share.
 func (c *inspectCmd) plan(ck *checkpoint.Checkpoint) (plans []shardPlan, err error) {
 	shards, err := layout.ParseShards(c.Shards)
 	if err != nil {
 		return nil, fmt.Errorf("--shards: %w", err)
 	}
-	if err := checkShards(ck, shards); err != nil {
-		return nil, err
-	}
 	for i, s := range shards {
+		if s.Ranks() > maxShardRanks {
+			return nil, fmt.Errorf("--shards: shard %d: %d ranks (tp·pp·dp); at most %d", i, s.Ranks(), maxShardRanks)
+		}
+		if err := ck.CheckShard(s); err != nil {
+			return nil, fmt.Errorf("--shards: shard %d: %w", i, err)
+		}
 		p, err := c.kvFlags.plan(ck, s)
 		if err != nil {
 			return nil, fmt.Errorf("--shards: shard %d: %w", i, err)
@@ -173,9 +177,9 @@ func (f kvFlags) plan(ck *checkpoint.Checkpoint, s layout.Shard) (shardPlan, err
 	blocks := f.blocks(block, longest)
 	switch {
 	case f.BlockSize%compute.Tile != 0:
-		return shardPlan{}, fmt.Errorf("a block size of %d tokens; it must be a multiple of %d", f.BlockSize, compute.Tile)
+		return shardPlan{}, fmt.Errorf("--block-size is %d; it must be a multiple of %d", f.BlockSize, compute.Tile)
 	case longest < 2 || longest > ck.Spec.MaxPositions:
-		return shardPlan{}, fmt.Errorf("a sequence length of %d; the model serves 2 to %d", longest, ck.Spec.MaxPositions)
+		return shardPlan{}, fmt.Errorf("--max-seq-len is %d; the model serves 2 to %d", longest, ck.Spec.MaxPositions)
 	case blocks < 1:
 		return shardPlan{}, fmt.Errorf("%d bytes of KV memory hold no block of %d tokens (%d bytes); raise --kv-memory", f.KVMemory, f.BlockSize, block)
 	}
