@@ -24,7 +24,7 @@ test: build model lint ## everything that must hold, in a few minutes
 	$(MAKE) race
 
 race: ## the packages that own goroutines, under the race detector
-	CGO_ENABLED=1 go test -race -short ./coordinator/... ./engine/... ./frontend/... ./handoff/... ./kvcache/... ./mtls/... ./route/... ./transfer/... ./wire/...
+	CGO_ENABLED=1 go test -race -short ./collective/... ./coordinator/... ./engine/... ./frontend/... ./handoff/... ./kvcache/... ./leg/... ./loadgen/... ./mtls/... ./route/... ./transfer/... ./wire/...
 
 SEEDS ?= 2000
 sim: ## the whole protocol in virtual time, under faults: SEEDS random runs
