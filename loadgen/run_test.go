@@ -396,3 +396,43 @@ func TestWrongConfigurations(t *testing.T) {
 		}
 	}
 }
+
+// The table has what the report has, and says what is not as it looks.
+func TestReportForPeople(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		a := &stub{first: 200 * time.Millisecond, step: 10 * time.Millisecond, cached: 30}
+		b := &stub{owner: "someone", first: 100 * time.Millisecond, step: 10 * time.Millisecond}
+		b.script = func(a *ask, w http.ResponseWriter) bool {
+			switch a.number {
+			case 0:
+				http.Error(w, "not now", http.StatusServiceUnavailable)
+			default: // two tokens an event
+				for range 2 {
+					time.Sleep(20 * time.Millisecond)
+					emit(w, `{"choices":[{"text":"a b"}]}`)
+				}
+				emit(w, `{"choices":[],"usage":{"prompt_tokens":40,"completion_tokens":4}}`)
+				emit(w, "[DONE]")
+			}
+			return true
+		}
+		plan := synthetic(4, 1, 10, 4)
+		plan.Prefix = 30
+		report := mustRun(t, Config{
+			Targets: []Target{a.start(t), b.start(t)}, Plan: plan, Load: Load{Concurrency: 1}, Rounds: 2, Goal: Goal{E2E: time.Minute},
+		})
+		var out strings.Builder
+		if err := report.Write(&out); err != nil {
+			t.Fatal(err)
+		}
+		for _, want := range []string{
+			"requests         4 ", "requests         3, 1 FAILED", "1 x http_503: not now", "prefix hit rate  56.2 %", "of the ideal     100.0 %",
+			"prefix hit rate  the server does not tell", "goodput/s", "TTFT           200.0     200.0     200.0     200.0     200.0", "ITL *", "between events",
+			"ttft_ms.p50               200.0      20.00    0.100   0.100 to 0.100", "us of CPU an event",
+		} {
+			if !strings.Contains(out.String(), want) {
+				t.Errorf("no %q in\n%s", want, &out)
+			}
+		}
+	})
+}
