@@ -79,8 +79,9 @@ func TestSigtermDrains(t *testing.T) {
 		moves      bool
 	}{{"finish", "30s", false}, {"move", "50ms", true}} {
 		t.Run(tc.name, func(t *testing.T) {
-			f := processesOf(t, goldenPath("qwen3"), []string{"--drain-wait=" + tc.wait},
-				[]string{wire.RolePrefill, wire.RoleDecode, wire.RoleDecode}, "--kv-memory=256MiB")
+			const patient = "--peer-timeout=10s" // on a loaded machine no engine shall be missed for another reason
+			f := processesOf(t, goldenPath("qwen3"), []string{"--drain-wait=" + tc.wait, patient},
+				[]string{wire.RolePrefill, wire.RoleDecode, wire.RoleDecode}, "--kv-memory=256MiB", patient)
 			c := f.gather(t, 8, 400)
 			leaving := f.parts["decode2"]
 			if err := leaving.Signal(syscall.SIGTERM); err != nil {
