@@ -3,6 +3,8 @@ package frontend
 import (
 	"context"
 	"encoding/json/jsontext"
+	"errors"
+	"strconv"
 
 	"baton/text"
 )
@@ -15,8 +17,9 @@ type chatRequest struct {
 	noTools  bool // tool_choice "none"
 }
 
-func parseChat(body []byte, limits *Limits, withTokenizer bool) (*chatRequest, error) {
-	r := &chatRequest{params: newParams(limits)}
+// parseChat reads a body. Its first messages may be left out, so many of them: known ones.
+func parseChat(body []byte, limits *Limits, withTokenizer bool, known int) (*chatRequest, error) {
+	r := &chatRequest{params: newParams(limits), chat: newChat(limits, known)}
 	if err := decodeObject(body, limits.MaxDepth, r.field); err != nil {
 		return nil, err
 	}
@@ -81,25 +84,52 @@ func objects(v value) ([]byte, error) {
 	return v.raw, err
 }
 
-// messages checks a conversation and leaves it as it is: what a template needs otherwise (content as
-// one string, decoded arguments of tool calls) is the tokenizer's knowledge.
-func messages(v value) ([]byte, error) {
-	n := 0
-	err := v.elements("an array of messages", func(_ int, m value) error {
-		n++
-		return checkMessage(m)
-	})
-	if err == nil && n == 0 {
-		err = invalid(v.path, "%s is empty: at least one message is needed", v.path)
-	}
-	return v.raw, err
+// newChat begins a conversation of which the first messages are known.
+func newChat(limits *Limits, known int) Chat {
+	return Chat{known: known, lastAnswer: -1, vocab: limits.VocabSize}
 }
 
-// checkMessage checks what every template reads. An assistant's message may have no content: it only reasoned,
-// or called tools.
-func checkMessage(message value) error {
-	role, content := "", false
-	err := message.members(func(name string, m value) (err error) {
+// setMessages checks a conversation and leaves it as it is: what a template needs otherwise (content as
+// one string, decoded arguments of tool calls) is the tokenizer's knowledge.
+func (c *Chat) setMessages(v value) error {
+	c.Messages = v.raw
+	n := c.known
+	var last sampledIDs
+	err := v.elements("an array of messages", func(i int, m value) error {
+		m.path = v.path + "[" + strconv.Itoa(n) + "]"
+		if i == 0 {
+			c.next = m.raw
+		}
+		var ids sampledIDs
+		role, err := checkMessage(m, &ids)
+		if role == "assistant" {
+			c.lastAnswer = n
+			if err == nil {
+				err = ids.check(m.path)
+			}
+			if ids.prompt.raw != nil {
+				last, c.prefix.Message = ids, n
+			}
+		}
+		n++
+		return err
+	})
+	switch {
+	case err != nil:
+		return err
+	case n == 0:
+		return invalid(v.path, "%s is empty: at least one message is needed", v.path)
+	case last.prompt.raw != nil:
+		c.prefix.IDs, err = last.ids(c.vocab)
+	}
+	return err
+}
+
+// checkMessage checks what every template reads, and notes ids. An assistant's message may have no content: it only
+// reasoned, or called tools.
+func checkMessage(message value, ids *sampledIDs) (role string, err error) {
+	content := false
+	err = message.members(func(name string, m value) (err error) {
 		switch {
 		case name == "role":
 			role, err = m.textOf(maxLabelBytes)
@@ -115,18 +145,19 @@ func checkMessage(message value) error {
 			_, err = m.textOf(maxLabelBytes)
 		case name == "reasoning_content":
 			_, err = m.text()
+		default:
+			ids.set(name, m)
 		}
 		return err
 	})
 	switch {
 	case err != nil:
-		return err
 	case role == "":
-		return invalid(message.path+".role", "%s.role is required", message.path)
+		err = invalid(message.path+".role", "%s.role is required", message.path)
 	case !content && role != "assistant":
-		return invalid(message.path+".content", "%s.content is required in a message of role %.40q", message.path, role)
+		err = invalid(message.path+".content", "%s.content is required in a message of role %.40q", message.path, role)
 	}
-	return nil
+	return role, err
 }
 
 // checkPart takes {"type":"text","text":"..."}; images and sounds are refused by name.
@@ -153,7 +184,9 @@ func checkPart(part value) error {
 func (c *Chat) set(v value) (known bool, err error) {
 	switch v.path {
 	case "messages":
-		c.Messages, err = messages(v)
+		err = c.setMessages(v)
+	case "required_prefix_token_ids":
+		err = c.setRequiredPrefix(v, c.vocab)
 	case "tools":
 		c.Tools, err = objects(v)
 	case "documents":
@@ -185,35 +218,43 @@ func (c *Chat) check() error {
 	if c.ContinueFinalMessage && c.AddGenerationPrompt {
 		return invalid("continue_final_message", "continue_final_message and add_generation_prompt exclude each other")
 	}
-	return nil
+	return c.settlePrefix()
 }
 
 // renderChat is the prompt of a conversation.
 func (s *Server) renderChat(ctx context.Context, c *Chat) ([]int32, error) {
 	ids, err := s.tok.RenderChat(ctx, c)
+	return ids, chatFault(ctx, err)
+}
+
+// chatFault is what an error of rendering means for the client.
+func chatFault(ctx context.Context, err error) error {
+	var prefix *text.PrefixError
 	switch {
-	case err == nil:
-		return ids, nil
-	case ctx.Err() != nil:
-		return nil, err
+	case err == nil || ctx.Err() != nil:
+		return err
+	case errors.As(err, &prefix):
+		path := "messages[" + strconv.Itoa(prefix.Message) + "]"
+		return invalid(path+".generation_token_ids", "%s: %s", path, prefix)
 	default:
-		return nil, invalid("messages", "%s", err)
+		return invalid("messages", "%s", err)
 	}
 }
 
 // chatGeneration makes a request ready to run.
-func (s *Server) chatGeneration(ctx context.Context, r *chatRequest) (*generation, error) {
-	ids, err := r.promptIDs, error(nil)
-	if ids == nil {
-		ids, err = s.renderChat(ctx, &r.chat)
+func (s *Server) chatGeneration(ctx context.Context, r *chatRequest, k *known) (*generation, error) {
+	p, err := prompted{ids: r.promptIDs}, error(nil)
+	if p.ids == nil {
+		p, err = s.converse(ctx, &r.chat, k, scope{r.session, r.salt})
 	}
 	if err != nil {
 		return nil, err
 	}
+	ids := p.ids
 	if err := r.checkLength("messages", len(ids)); err != nil {
 		return nil, err
 	}
-	g := &generation{params: &r.params, chat: true, prompts: []prompt{{path: "messages", ids: ids}}}
+	g := &generation{params: &r.params, chat: true, prompts: []prompt{{path: "messages", ids: ids}}, turn: p.turn}
 	if s.cfg.Output != (text.OutputFormat{}) {
 		g.output = &text.OutputOptions{Tools: r.chat.Tools, ReasoningOpen: s.reasoningOpen(&r.chat, ids)}
 	}

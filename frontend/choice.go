@@ -18,6 +18,7 @@ type generation struct {
 	output  *text.OutputOptions // chat: how its answers are read; nil leaves them as they are
 	single  bool                // completions: prompt was not a list of prompts
 	echo    bool                // completions: the answer begins with the prompt
+	turn    *turn               // chat: what its answer is remembered with; nil for nothing
 }
 
 // choice makes one answer out of one stream of results. It collects text, ids and logprobs until they
@@ -45,6 +46,8 @@ type choice struct {
 	finish     string // empty while it runs
 	stopToken  int32  // the request's own stop id that ended it, -1 otherwise
 	stopString string // or the stop string
+	ended      bool   // a token of it that is not shown did
+	said       said   // what is to be remembered
 
 	held    legStream   // of a context leg, until the answer has gone out
 	sampled wire.Result // what a context leg ended with
@@ -176,6 +179,9 @@ func (c *choice) token(res *wire.Result, i int) {
 	if c.g.returnTokenIDs {
 		c.pending.ids = append(c.pending.ids, id)
 	}
+	if c.g.turn != nil {
+		c.said.ids = append(c.said.ids, id)
+	}
 	if c.g.sampling.Logprobs && i < len(res.Logprobs) {
 		t := tokenLogprob{id: id, offset: c.offset, logprob: res.Logprobs[i]}
 		if i < len(res.Top) {
@@ -184,6 +190,7 @@ func (c *choice) token(res *wire.Result, i int) {
 		c.pending.logprobs = append(c.pending.logprobs, t)
 	}
 	ends := res.Finish == wire.FinishStop && i == len(res.Tokens)-1 && id == res.StopToken
+	c.ended = c.ended || ends
 	if !ends || c.g.includeStop {
 		c.show(c.detok.Push(id))
 	}
@@ -216,6 +223,14 @@ func (c *choice) add(s string) {
 		return
 	}
 	c.pending.text = append(c.pending.text, s...)
+	c.keep(&c.said.content, s)
+}
+
+// keep adds to what is to be remembered.
+func (c *choice) keep(to *string, s string) {
+	if c.g.turn != nil {
+		*to += s
+	}
 }
 
 // sort keeps what the parser has decided.
@@ -224,11 +239,16 @@ func (c *choice) sort(deltas []text.Delta) {
 		switch d := &deltas[i]; d.Kind {
 		case text.DeltaReasoning:
 			c.pending.reasoning = append(c.pending.reasoning, d.Text...)
+			c.keep(&c.said.reasoning, d.Text)
 		case text.DeltaToolCall:
 			c.pending.calls = append(c.pending.calls, d.Call)
+			if c.g.turn != nil {
+				c.said.calls = append(c.said.calls, d.Call)
+			}
 			c.called = true
 		default:
 			c.pending.text = append(c.pending.text, d.Text...)
+			c.keep(&c.said.content, d.Text)
 		}
 	}
 }

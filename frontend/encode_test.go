@@ -95,7 +95,7 @@ func BenchmarkChunk(b *testing.B) {
 		{"logprobs", `,"logprobs":true,"top_logprobs":5,"return_token_ids":true`},
 	} {
 		b.Run(mode.name, func(b *testing.B) {
-			r, err := parseChat([]byte(`{"messages":[{"role":"user","content":"a"}],"stream":true`+mode.more+`}`), &Limits{MaxDepth: 64, MaxLogprobs: 20}, true)
+			r, err := parseChat([]byte(`{"messages":[{"role":"user","content":"a"}],"stream":true`+mode.more+`}`), &Limits{MaxDepth: 64, MaxLogprobs: 20}, true, 0)
 			if err != nil {
 				b.Fatal(err)
 			}
@@ -169,7 +169,7 @@ func BenchmarkParse(b *testing.B) {
 				if name == "ids" {
 					_, err = parseCompletion(body, limits, true)
 				} else {
-					_, err = parseChat(body, limits, true)
+					_, err = parseChat(body, limits, true, 0)
 				}
 				if err != nil {
 					b.Fatal(err)

@@ -397,9 +397,9 @@ func TestMessagesAreChecked(t *testing.T) {
 		`[{"role":"assistant","content":null,"tool_calls":null}, {"role":"assistant"}]`,
 		`[{"role":"assistant","tool_calls":[{"id":"1","function":{"name":"f","arguments":"{\"b\":1}"}}]}]`,
 	} {
-		got, err := messages(value{"messages", []byte(ok)})
-		if err != nil || string(got) != ok {
-			t.Errorf("%s became %s (%v)", ok, got, err)
+		c := newChat(&Limits{}, 0)
+		if err := c.setMessages(value{"messages", []byte(ok)}); err != nil || string(c.Messages) != ok {
+			t.Errorf("%s became %s (%v)", ok, c.Messages, err)
 		}
 	}
 	for wrong, param := range map[string]string{
@@ -411,7 +411,8 @@ func TestMessagesAreChecked(t *testing.T) {
 		`[{"role":"assistant","reasoning_content":[]}]`:    "messages[0].reasoning_content",
 		`[{"role":"user","content":{"text":"a"}}]`:         "messages[0].content",
 	} {
-		_, err := messages(value{"messages", []byte(wrong)})
+		c := newChat(&Limits{}, 0)
+		err := c.setMessages(value{"messages", []byte(wrong)})
 		var e *apiError
 		if !errors.As(err, &e) || e.param != param {
 			t.Errorf("%s: %v (%+v), want %s to be at fault", wrong, err, e, param)

@@ -41,7 +41,8 @@ func (a *answer) appendWhole(b []byte) []byte {
 		b = appendInt(b, c.index)
 		if a.chat {
 			b = append(b, `,"message":{"role":"assistant"`...)
-			b = append(c.pending.appendMembers(b, false), `,"refusal":null}`...)
+			b = append(c.pending.appendMembers(b, false), `,"refusal":null`...)
+			b = append(a.appendRollout(b, c), '}')
 		} else {
 			b = append(b, `,"text":`...)
 			b = appendString(b, c.pending.text)

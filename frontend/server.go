@@ -32,6 +32,10 @@ type Config struct {
 	APIKeys APIKeys
 	// Limits bound what a request may ask for; zero fields have defaults.
 	Limits Limits
+	// Conversations bound what is remembered of conversations, so that a turn costs no more than what is new in it.
+	Conversations ConversationLimits
+	// ShadowRate is the share of prompts, from 0 to 1, that are rendered and encoded a second time, as a whole, to compare.
+	ShadowRate float64
 	// ServerInfo is what /server_info shows, as JSON; nil for no such endpoint.
 	ServerInfo func() any
 	// Seed makes the seeds of requests that bring none repeatable: a sequence, in order of arrival. With nil
@@ -88,8 +92,11 @@ func (c *Config) setDefaults() error {
 		return fmt.Errorf("frontend: Config.Limits has a negative field: %+v", c.Limits)
 	case c.DrainTimeout < 0, c.WriteTimeout < 0, c.ReadTimeout < 0:
 		return errors.New("frontend: Config has a negative timeout")
+	case !(c.ShadowRate >= 0 && c.ShadowRate <= 1):
+		return fmt.Errorf("frontend: Config.ShadowRate is %v; it is a share, from 0 to 1", c.ShadowRate)
 	}
 	c.Limits.setDefaults()
+	c.Conversations.setDefaults()
 	def := func(v *time.Duration, d time.Duration) {
 		if *v == 0 {
 			*v = d
@@ -120,6 +127,8 @@ type Server struct {
 	handler http.Handler
 	seeds   seeds
 
+	conversations *conversations // nil if nothing is remembered
+
 	// Requests run under ctx; cancel ends them all.
 	ctx    context.Context
 	cancel context.CancelCauseFunc
@@ -144,6 +153,9 @@ func New(cfg Config) (*Server, error) {
 	var err error
 	if s.metrics, err = newMetrics(cfg.Registry); err != nil {
 		return nil, fmt.Errorf("frontend: registering metrics: %w", err)
+	}
+	if _, ok := s.tok.(Transcriber); ok {
+		s.conversations = newConversations(s.cfg.Conversations, s.metrics)
 	}
 	if cfg.Seed != nil {
 		s.seeds.sequence = rand.New(rand.NewPCG(*cfg.Seed, 0))

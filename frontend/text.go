@@ -28,21 +28,30 @@ func (d modelDetokenizer) Push(id int32) string { return d.Detokenizer.Push(id) 
 var errNoTemplate = errors.New("this model has no chat template: send the whole prompt to /v1/completions")
 
 func (t modelTokenizer) RenderChat(ctx context.Context, c *Chat) ([]int32, error) {
+	s, _, err := t.Transcribe(ctx, nil, c, c.prefix)
+	if err != nil {
+		return nil, err
+	}
+	return s.IDs(), nil
+}
+
+// Transcribe implements Transcriber.
+func (t modelTokenizer) Transcribe(ctx context.Context, prev *text.Script, c *Chat, p text.Prefix) (*text.Script, text.Reuse, error) {
 	template, err := t.Template("")
 	if errors.Is(err, text.ErrNoTemplate) {
-		return nil, errNoTemplate
+		return nil, text.Reuse{}, errNoTemplate
 	}
 	if err != nil {
-		return nil, templateFault(err)
+		return nil, text.Reuse{}, templateFault(err)
 	}
-	prompt, err := template.Render(ctx, text.Chat{
-		Messages: c.Messages, Tools: c.Tools, Documents: c.Documents, Extra: c.Kwargs,
+	s, reuse, err := t.Tokenizer.Transcribe(ctx, template, prev, text.Chat{
+		Messages: c.Messages, Tools: c.Tools, Documents: c.Documents, Extra: c.Kwargs, Hidden: rolloutFields,
 		AddGenerationPrompt: c.AddGenerationPrompt, ContinueFinalMessage: c.ContinueFinalMessage,
-	})
+	}, p)
 	if err != nil {
-		return nil, templateFault(err)
+		return nil, reuse, templateFault(err)
 	}
-	return t.EncodePrompt(prompt)
+	return s, reuse, nil
 }
 
 // templateFault words a template's failure for the author of the request.

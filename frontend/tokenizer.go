@@ -2,9 +2,12 @@ package frontend
 
 import (
 	"context"
+	"encoding/json/jsontext"
 	"errors"
 	"strconv"
 	"strings"
+
+	"baton/text"
 )
 
 // Tokenizer turns text into token ids and back. It is safe for concurrent use.
@@ -42,6 +45,14 @@ type Chat struct {
 	ContinueFinalMessage bool // the answer goes on with the last message
 
 	generationPrompt *bool // add_generation_prompt as given
+
+	// What the client says of ids: see rollout.go.
+	prefix     text.Prefix
+	required   []int32        // required_prefix_token_ids
+	known      int            // messages before the first that was read
+	next       jsontext.Value // the first that was read; nil for none
+	lastAnswer int            // the last message of the assistant that was read; -1 for none
+	vocab      int
 }
 
 var errNoTokenizer = errors.New("this model is served without a tokenizer: send the prompt as token ids to /v1/completions")

@@ -1,10 +1,12 @@
 package text
 
 import (
+	"bytes"
 	"encoding/json/jsontext"
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -31,6 +33,66 @@ func decodeValue(raw jsontext.Value, text func(string) string) (jinja.Value, err
 		return jinja.None(), errors.New("more than one JSON value")
 	}
 	return v, nil
+}
+
+// hide leaves members out of the objects of an array. What is not an array of objects stays as it is, for others to refuse.
+func hide(raw []byte, names []string) ([]byte, error) {
+	if !slices.ContainsFunc(names, func(name string) bool { return bytes.Contains(raw, []byte(`"`+name+`"`)) }) {
+		return raw, nil
+	}
+	d := jsontext.NewDecoder(bytes.NewBuffer(raw), readOptions)
+	if d.PeekKind() != '[' {
+		return raw, nil
+	}
+	if _, err := d.ReadToken(); err != nil {
+		return nil, err
+	}
+	out := []byte{'['}
+	comma := func() {
+		if c := out[len(out)-1]; c != '[' && c != '{' {
+			out = append(out, ',')
+		}
+	}
+	for d.PeekKind() != ']' {
+		comma()
+		if d.PeekKind() != '{' {
+			v, err := d.ReadValue()
+			if err != nil {
+				return nil, err
+			}
+			out = append(out, v...)
+			continue
+		}
+		if _, err := d.ReadToken(); err != nil {
+			return nil, err
+		}
+		out = append(out, '{')
+		for d.PeekKind() != '}' {
+			name, err := d.ReadValue()
+			if err != nil {
+				return nil, err
+			}
+			name = slices.Clone(name)
+			v, err := d.ReadValue()
+			if err != nil {
+				return nil, err
+			}
+			if slices.Contains(names, string(name[1:len(name)-1])) {
+				continue
+			}
+			comma()
+			out = append(append(append(out, name...), ':'), v...)
+		}
+		if _, err := d.ReadToken(); err != nil {
+			return nil, err
+		}
+		out = append(out, '}')
+	}
+	if _, err := d.ReadToken(); err != nil {
+		return nil, err
+	}
+	// Whatever follows the array is still there to be refused.
+	return append(append(out, ']'), raw[d.InputOffset():]...), nil
 }
 
 func readValue(d *jsontext.Decoder, text func(string) string) (jinja.Value, error) {

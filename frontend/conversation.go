@@ -1,0 +1,438 @@
+package frontend
+
+import (
+	"bytes"
+	"container/list"
+	"context"
+	"errors"
+	"hash/maphash"
+	"slices"
+	"strings"
+	"sync"
+
+	"baton/text"
+	"baton/wire"
+)
+
+// Transcriber is a Tokenizer for which a turn of a conversation costs as much as is new in it.
+type Transcriber interface {
+	Tokenizer
+	// Transcribe is RenderChat that goes on from an earlier turn, if the chat does and prev is not nil, and puts what
+	// the model sampled in its place (see text.Tokenizer.Transcribe).
+	Transcribe(ctx context.Context, prev *text.Script, chat *Chat, p text.Prefix) (*text.Script, text.Reuse, error)
+}
+
+// ConversationLimits bound what a server remembers of conversations. What was used least recently goes first.
+type ConversationLimits struct {
+	Entries int   // turns; default 4096, negative remembers nothing
+	Bytes   int64 // default 256 MiB
+}
+
+func (l *ConversationLimits) setDefaults() {
+	if l.Entries == 0 {
+		l.Entries = 4096
+	}
+	if l.Bytes == 0 {
+		l.Bytes = 256 << 20
+	}
+}
+
+// conversations remembers the latest turns: what was rendered and encoded, and what was answered. It is found by what the
+// messages begin with, byte by byte, so nothing is taken for another's; conversation ids only tell apart what begins alike.
+type conversations struct {
+	mu      sync.Mutex
+	limits  ConversationLimits
+	turns   map[chainKey][]*turn
+	scopes  map[scope]*turn // the latest turn of a conversation with an id
+	recent  *list.List      // of *turn, the one used last first
+	bytes   int64
+	metrics *metrics
+}
+
+// scope is whose a conversation is. Turns of different scopes share no sampled ids.
+type scope struct{ conversation, salt string }
+
+// turn is one request of a conversation. Its fields but answer are not changed.
+type turn struct {
+	scope  scope
+	key    chainKey
+	script *text.Script
+	// prefix is the number of the script's first ids that were sampled, or came with the messages, and message the last
+	// message that they are; 0 for none.
+	prefix  int
+	message int
+
+	at     *list.Element // nil once it is forgotten
+	size   int64
+	answer *said // nil while it is not known
+}
+
+// said is what was answered.
+type said struct {
+	content, reasoning string
+	calls              []text.ToolCall
+	ids                []int32 // without the end of sequence
+}
+
+// chainKey names the bytes that messages begin with: so many blocks of them.
+type chainKey struct {
+	blocks int
+	hash   uint64
+}
+
+const chainBlock = 256
+
+var chainSeed = maphash.MakeSeed()
+
+// chain gives the key of each number of blocks of messages, the key of none first.
+func chain(messages []byte) []chainKey {
+	keys := make([]chainKey, 1, len(messages)/chainBlock+1)
+	var h maphash.Hash
+	h.SetSeed(chainSeed)
+	for n := 1; n*chainBlock <= len(messages); n++ {
+		h.Write(messages[(n-1)*chainBlock : n*chainBlock])
+		keys = append(keys, chainKey{n, h.Sum64()})
+	}
+	return keys
+}
+
+func newConversations(limits ConversationLimits, m *metrics) *conversations {
+	if limits.Entries < 0 {
+		return nil
+	}
+	return &conversations{limits: limits, turns: map[chainKey][]*turn{}, scopes: map[scope]*turn{}, recent: list.New(), metrics: m}
+}
+
+// maxAlike bounds the turns that begin alike: choices of one prompt, and whoever asks the same.
+const maxAlike = 64
+
+// find gives the turns that messages, which may go on with anything, begin with: all of them that hold the most of it.
+func (c *conversations) find(messages []byte) []*turn {
+	if c == nil {
+		return nil
+	}
+	keys := chain(messages)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, key := range slices.Backward(keys) {
+		var found []*turn
+		for _, t := range c.turns[key] {
+			if !begins(messages, t.script) {
+				continue
+			}
+			if len(found) > 0 && t.script.Len() != found[0].script.Len() {
+				if t.script.Len() < found[0].script.Len() {
+					continue
+				}
+				found = found[:0]
+			}
+			found = append(found, t)
+		}
+		if len(found) > 0 {
+			return found
+		}
+	}
+	return nil
+}
+
+// begins reports whether an array of messages begins with those of a script.
+func begins(messages []byte, s *text.Script) bool {
+	own := s.Messages()
+	if len(own) == 0 || len(messages) < len(own)+2 || !bytes.Equal(messages[1:len(own)+1], own) {
+		return false
+	}
+	rest := bytes.TrimLeft(messages[len(own)+1:], " \t\r\n")
+	return len(rest) > 0 && (rest[0] == ',' || rest[0] == ']')
+}
+
+// latest is the last turn of a scope, if it has an id.
+func (c *conversations) latest(s scope) *turn {
+	if c == nil || s.conversation == "" {
+		return nil
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.scopes[s]
+}
+
+// put remembers a turn that follows another, which may be nil and is less likely to be asked for from then on.
+func (c *conversations) put(t, prev *turn) {
+	keys := chain([]byte("[" + string(t.script.Messages())))
+	t.key = keys[len(keys)-1]
+	t.size = int64(t.script.Size())
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if t.size > c.limits.Bytes {
+		return
+	}
+	t.at = c.recent.PushFront(t)
+	c.bytes += t.size
+	c.turns[t.key] = append([]*turn{t}, c.turns[t.key]...)
+	if t.scope.conversation != "" {
+		c.scopes[t.scope] = t
+	}
+	if prev != nil && prev.at != nil {
+		c.recent.MoveToBack(prev.at)
+	}
+	if alike := c.turns[t.key]; len(alike) > maxAlike {
+		c.forget(alike[len(alike)-1])
+	}
+	c.trim()
+}
+
+// use says that a turn is of use.
+func (c *conversations) use(t *turn) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if t.at != nil {
+		c.recent.MoveToFront(t.at)
+	}
+}
+
+// answered remembers what was answered to a turn.
+func (c *conversations) answered(t *turn, a *said) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if t.at == nil {
+		return
+	}
+	more := int64(len(a.content) + len(a.reasoning) + 4*len(a.ids))
+	for i := range a.calls {
+		more += int64(len(a.calls[i].Arguments)) + 64
+	}
+	t.answer = a
+	t.size += more
+	c.bytes += more
+	c.trim()
+}
+
+// answerOf is what was answered to a turn, nil if that is not known.
+func (c *conversations) answerOf(t *turn) *said {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return t.answer
+}
+
+func (c *conversations) trim() {
+	for c.recent.Len() > 0 && (c.recent.Len() > c.limits.Entries || c.bytes > c.limits.Bytes) {
+		c.forget(c.recent.Back().Value.(*turn))
+	}
+	c.metrics.turns.Set(float64(c.recent.Len()))
+	c.metrics.turnBytes.Set(float64(c.bytes))
+}
+
+func (c *conversations) forget(t *turn) {
+	c.recent.Remove(t.at)
+	t.at = nil
+	c.bytes -= t.size
+	left := slices.DeleteFunc(c.turns[t.key], func(x *turn) bool { return x == t })
+	if c.turns[t.key] = left; len(left) == 0 {
+		delete(c.turns, t.key)
+	}
+	if c.scopes[t.scope] == t {
+		delete(c.scopes, t.scope)
+	}
+}
+
+// known is the beginning of a body's messages that an earlier request had, and that was checked then.
+type known struct {
+	turns   []*turn // all of the same messages; empty for none
+	at      int     // where the array begins in the body
+	removed int     // bytes that are left out in body
+	body    []byte  // without what is known
+}
+
+// recall looks for what is known of a body. The rest is then read as if it were all: what is left out are whole elements of
+// the array of messages, if it is that array, which confirm tells.
+func (c *conversations) recall(body []byte) known {
+	k := known{body: body, at: -1}
+	if c == nil {
+		return k
+	}
+	if k.at = messagesAt(body); k.at < 0 {
+		return k
+	}
+	if k.turns = c.find(body[k.at:]); len(k.turns) == 0 {
+		return k
+	}
+	end := k.at + 1 + len(k.turns[0].script.Messages())
+	rest := bytes.TrimLeft(body[end:], " \t\r\n")
+	if rest[0] == ',' {
+		rest = rest[1:]
+	}
+	k.removed = len(body) - len(rest) - (k.at + 1)
+	k.body = slices.Concat(body[:k.at+1], rest)
+	return k
+}
+
+// messagesAt is where the value of "messages" seems to begin, -1 if it is not seen.
+func messagesAt(body []byte) int {
+	const name = `"messages"`
+	at := 0
+	for range 8 { // tools may have a parameter of that name
+		i := bytes.Index(body[at:], []byte(name))
+		if i < 0 {
+			return -1
+		}
+		at += i + len(name)
+		rest := bytes.TrimLeft(body[at:], " \t\r\n")
+		if len(rest) > 0 && rest[0] == ':' {
+			if rest = bytes.TrimLeft(rest[1:], " \t\r\n"); len(rest) > 0 && rest[0] == '[' {
+				return len(body) - len(rest)
+			}
+		}
+	}
+	return -1
+}
+
+// confirm gives the whole array of messages, when raw is what was read of the body without what is known.
+func (k *known) confirm(whole, raw []byte) ([]byte, bool) {
+	if len(raw) == 0 || k.at >= len(k.body) || &raw[0] != &k.body[k.at] {
+		return nil, false
+	}
+	return whole[k.at : k.at+len(raw)+k.removed], true
+}
+
+// messages is how many are known.
+func (k *known) messages() int {
+	if len(k.turns) == 0 {
+		return 0
+	}
+	return k.turns[0].script.Len()
+}
+
+// prompted is a conversation's prompt.
+type prompted struct {
+	ids  []int32
+	turn *turn // nil if it is not remembered
+}
+
+// converse renders and encodes a chat, from what is known of it, and remembers it.
+func (s *Server) converse(ctx context.Context, c *Chat, k *known, who scope) (prompted, error) {
+	tok, ok := s.tok.(Transcriber)
+	if !ok {
+		ids, err := s.renderChat(ctx, c)
+		return prompted{ids: ids}, err
+	}
+	prev := s.pick(k, c, who)
+	p, own := s.prefix(prev, c, who)
+	var from *text.Script
+	if prev != nil {
+		from = prev.script
+	}
+	script, reuse, err := tok.Transcribe(ctx, from, c, p)
+	switch {
+	case own != nil && err == nil && reuse.Spliced && !shows(script, own):
+		s.metrics.splices.WithLabelValues(spliceDropped).Inc()
+		p.IDs = nil
+		script, reuse, err = tok.Transcribe(ctx, from, c, p)
+	case own != nil && errors.As(err, new(*text.PrefixError)):
+		s.metrics.splices.WithLabelValues(spliceRefused).Inc()
+		p.IDs = nil
+		script, reuse, err = tok.Transcribe(ctx, from, c, p)
+	}
+	if err != nil {
+		return prompted{}, chatFault(ctx, err)
+	}
+	if script, err = s.shadow(ctx, tok, c, p, script, &reuse); err != nil {
+		return prompted{}, chatFault(ctx, err)
+	}
+	s.countTurn(reuse, p, prev, who)
+	if s.conversations == nil || reuse.Reason == text.Continued {
+		return prompted{ids: script.IDs()}, nil
+	}
+	if prev != nil && prev.script == script && prev.scope == who {
+		s.conversations.use(prev)
+		return prompted{script.IDs(), prev}, nil
+	}
+	t := &turn{scope: who, script: script}
+	if t.prefix, t.message = len(p.IDs), p.Message; len(p.IDs) == 0 && prev != nil && reuse.Reason == text.Extended {
+		t.prefix, t.message = prev.prefix, prev.message
+	}
+	s.conversations.put(t, prev)
+	return prompted{script.IDs(), t}, nil
+}
+
+// pick chooses among turns that begin alike: one of the same conversation, one whose answer comes back, the latest.
+func (s *Server) pick(k *known, c *Chat, who scope) *turn {
+	var best *turn
+	points := -1
+	for _, t := range k.turns {
+		n := 0
+		if t.scope == who {
+			n += 2
+			if a := s.conversations.answerOf(t); a != nil && c.next != nil && a.is(c.next) {
+				n++
+			}
+		}
+		if n > points {
+			best, points = t, n
+		}
+	}
+	return best
+}
+
+// prefix is what the ids of a chat must begin with: what came with the messages, or else what was answered to prev, which
+// own is then, if that comes back.
+func (s *Server) prefix(prev *turn, c *Chat, who scope) (p text.Prefix, own *said) {
+	if len(c.prefix.IDs) > 0 {
+		return c.prefix, nil
+	}
+	if prev == nil || prev.scope != who {
+		return p, nil
+	}
+	if a := s.conversations.answerOf(prev); a != nil && c.next != nil && len(a.ids) > 0 && a.is(c.next) {
+		return text.Prefix{IDs: slices.Concat(prev.script.IDs(), a.ids), Message: prev.script.Len()}, a
+	}
+	return text.Prefix{IDs: prev.script.IDs()[:prev.prefix], Message: prev.message}, nil
+}
+
+// shows reports whether a conversation shows the thoughts of an answer. A template that leaves them out means it.
+func shows(script *text.Script, a *said) bool {
+	thought := strings.TrimSpace(a.reasoning)
+	return thought == "" || strings.Contains(script.Text(), thought)
+}
+
+// Outcomes of splices.
+const (
+	spliceSampled = "sampled" // the ids are not what the text would be encoded to
+	spliceSame    = "same"
+	spliceDropped = "thoughts" // the template does not show what the model thought
+	spliceRefused = "no_end"   // the template does not tell where the answer ends
+)
+
+func (s *Server) countTurn(reuse text.Reuse, p text.Prefix, prev *turn, who scope) {
+	reason := reuse.Reason
+	if reason == text.Fresh && s.conversations.latest(who) != nil {
+		reason = text.Edited
+	}
+	s.metrics.rendered.WithLabelValues(string(reason)).Inc()
+	s.metrics.keptTokens.Add(float64(reuse.IDs))
+	switch {
+	case len(p.IDs) == 0 || prev != nil && len(p.IDs) <= prev.prefix:
+	case reuse.Spliced:
+		s.metrics.splices.WithLabelValues(spliceSampled).Inc()
+	default:
+		s.metrics.splices.WithLabelValues(spliceSame).Inc()
+	}
+}
+
+// remember keeps what a choice says, for the turn that follows.
+func (s *Server) remember(c *choice) {
+	t := c.g.turn
+	if t == nil || len(c.g.prompts) != 1 || c.g.n != 1 || c.stopString != "" || !c.complete {
+		return
+	}
+	a := c.said
+	switch c.finish {
+	case wire.FinishStop, finishToolCalls:
+		if n := len(a.ids); n > 0 && c.ended {
+			a.ids = a.ids[:n-1]
+		}
+	case wire.FinishLength:
+	default:
+		return
+	}
+	a.ids = slices.Clip(a.ids)
+	s.conversations.answered(t, &a)
+}

@@ -1,0 +1,195 @@
+package frontend
+
+import (
+	"bytes"
+	"encoding/json/jsontext"
+	"slices"
+
+	"baton/text"
+)
+
+// Rollouts carry ids along with messages: an assistant's message says what the model was given for it and what it sampled,
+// and the next turn's ids begin with these, whatever the text of the message would be encoded to.
+
+// rolloutFields are members of messages that no template is shown.
+var rolloutFields = []string{"prompt_token_ids", "generation_token_ids", "generation_log_probs"}
+
+// sampledIDs are the rollout fields of a message.
+type sampledIDs struct{ prompt, generation value }
+
+// set notes a member.
+func (r *sampledIDs) set(name string, m value) {
+	switch name {
+	case "prompt_token_ids":
+		r.prompt = m
+	case "generation_token_ids":
+		r.generation = m
+	}
+}
+
+// check refuses half a bundle: without what was sampled the turn would be lost without a word.
+func (r *sampledIDs) check(message string) error {
+	switch {
+	case r.prompt.raw != nil && r.generation.raw == nil:
+		return invalid(message+".generation_token_ids", "%s has prompt_token_ids but no generation_token_ids: send both, or neither", message)
+	case r.prompt.raw == nil && r.generation.raw != nil:
+		return invalid(message+".prompt_token_ids", "%s has generation_token_ids but no prompt_token_ids: send both, or neither", message)
+	}
+	return nil
+}
+
+// ids are both lists, one behind the other.
+func (r *sampledIDs) ids(vocab int) ([]int32, error) {
+	prompt, err := r.prompt.tokenIDs(vocab)
+	if err != nil {
+		return nil, err
+	}
+	sampled, err := r.generation.tokenIDs(vocab)
+	if err == nil && len(prompt) == 0 {
+		err = invalid(r.prompt.path, "%s is empty: it is what the model was given", r.prompt.path)
+	}
+	return append(prompt, sampled...), err
+}
+
+// setRequiredPrefix takes the ids that the conversation's must begin with, up to the last message of the assistant.
+func (c *Chat) setRequiredPrefix(v value, vocab int) (err error) {
+	c.required, err = v.tokenIDs(vocab)
+	return err
+}
+
+// settlePrefix finds the message that required ids are of.
+func (c *Chat) settlePrefix() error {
+	if len(c.required) == 0 {
+		return nil
+	}
+	if c.lastAnswer < 0 {
+		return invalid("required_prefix_token_ids", "required_prefix_token_ids needs a message of the assistant that it ends with")
+	}
+	c.prefix = text.Prefix{IDs: c.required, Message: c.lastAnswer}
+	return nil
+}
+
+// is reports whether a message is what was said. Fields that are null, and rollout fields, make no difference.
+func (a *said) is(message jsontext.Value) bool {
+	v := value{raw: message}
+	content, reasoning, calls := "", "", 0
+	role, same := "", true
+	err := v.members(func(name string, m value) (err error) {
+		if m.kind() == jsontext.KindNull || slices.Contains(rolloutFields, name) {
+			return nil
+		}
+		switch name {
+		case "role":
+			role, err = m.text()
+		case "content":
+			content, err = contentText(m)
+		case "reasoning_content", "reasoning":
+			reasoning, err = m.text()
+		case "tool_calls":
+			err = m.elements("", func(i int, call value) error {
+				calls++
+				same = same && i < len(a.calls) && isCall(&a.calls[i], call)
+				return nil
+			})
+		case "refusal", "annotations", "audio", "function_call", "id", "status", "type":
+		default:
+			same = false // a template may show it
+		}
+		return err
+	})
+	return err == nil && same && role == "assistant" && content == a.content && reasoning == a.reasoning && calls == len(a.calls)
+}
+
+// contentText is the text of a message's content: a string, or one part with text.
+func contentText(v value) (s string, err error) {
+	if v.kind() == jsontext.KindString {
+		return v.text()
+	}
+	err = v.elements("", func(i int, part value) error {
+		if i > 0 {
+			return errNotText
+		}
+		return part.members(func(name string, m value) (err error) {
+			if name == "text" {
+				s, err = m.text()
+			}
+			return err
+		})
+	})
+	return s, err
+}
+
+var errNotText = invalid("", "several parts")
+
+// isCall reports whether a call comes back. Its arguments may be spelled otherwise.
+func isCall(c *text.ToolCall, v value) bool {
+	same, named := true, false
+	err := v.members(func(name string, m value) (err error) {
+		switch name {
+		case "id":
+			var id string
+			id, err = m.text()
+			same = same && id == c.ID
+		case "function":
+			return m.members(func(name string, m value) (err error) {
+				switch name {
+				case "name":
+					var s string
+					s, err = m.text()
+					same, named = same && s == c.Name, true
+				case "arguments":
+					same = same && isArguments(c.Arguments, m)
+				}
+				return err
+			})
+		}
+		return err
+	})
+	return err == nil && same && named
+}
+
+func isArguments(said string, v value) bool {
+	back := v.raw
+	if v.kind() == jsontext.KindString {
+		s, err := v.text()
+		if err != nil {
+			return false
+		}
+		if s == said {
+			return true
+		}
+		back = jsontext.Value(s)
+	}
+	back, own := slices.Clone(back), jsontext.Value(said)
+	return back.Compact() == nil && own.Compact() == nil && bytes.Equal(back, own)
+}
+
+// appendRollout appends the rollout fields of an answer's message: all three or none.
+func (a *answer) appendRollout(b []byte, c *choice) []byte {
+	if !a.rollout() {
+		return b
+	}
+	b = append(b, `,"prompt_token_ids":`...)
+	b = appendIDs(b, c.prompt.ids)
+	b = append(b, `,"generation_token_ids":[`...)
+	for i := range c.pending.logprobs {
+		if i > 0 {
+			b = append(b, ',')
+		}
+		b = appendInt(b, c.pending.logprobs[i].id)
+	}
+	b = append(b, `],"generation_log_probs":[`...)
+	for i := range c.pending.logprobs {
+		if i > 0 {
+			b = append(b, ',')
+		}
+		b = appendFloat32(b, c.pending.logprobs[i].logprob)
+	}
+	return append(b, ']')
+}
+
+// rollout reports whether messages carry ids: the client takes tokens for ids, as NeMo Gym does, and wants their
+// log-probabilities.
+func (g *generation) rollout() bool {
+	return g.chat && !g.stream && g.sampling.Logprobs && g.tokensAsIDs && g.leg == nil
+}
