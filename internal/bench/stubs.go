@@ -93,6 +93,14 @@ func (w *workload) close() {
 
 // run sends requests and waits for their ends.
 func (w *workload) run(ctx context.Context, requests int) error {
+	err := w.requests(ctx, requests)
+	if cause := context.Cause(w.failed); err != nil && cause != nil {
+		err = cause // the client was closed because of it
+	}
+	return err
+}
+
+func (w *workload) requests(ctx context.Context, requests int) error {
 	defer context.AfterFunc(ctx, func() { w.client.Close() })()
 	defer context.AfterFunc(w.failed, func() { w.client.Close() })()
 	for sent, ended := 0, 0; ended < requests; {
