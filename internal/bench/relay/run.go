@@ -213,6 +213,7 @@ func (l *load) measure(t target, concurrency string, requests int) (list []figur
 		if used > 0 {
 			f.Chunks = float64(f.Requests*l.tokens) / used.Seconds()
 		}
+		fmt.Fprintf(os.Stderr, "%s, %d at a time: %.0f µs of CPU a request\n", f.Relay, f.Concurrency, f.CPU)
 		list = append(list, f)
 	}
 	return list, nil
