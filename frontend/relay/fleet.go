@@ -176,6 +176,9 @@ func (l *lease) end(o outcome) {
 		if w.breaker.failure(time.Now(), l.trial) {
 			f.events("breaker opened", w, "several requests in a row failed")
 		}
+		if l.trial {
+			f.wake() // who waits must learn when the next trial is
+		}
 	case canceled:
 		w.breaker.cancel(l.trial)
 		if l.trial {
