@@ -14,10 +14,13 @@ import (
 	"baton/text"
 )
 
-// newTextTokenizer writes a byte-level tokenizer without merges and a ChatML template, and loads them.
-func newTextTokenizer(t testing.TB, template string) Tokenizer {
+// newTextTokenizer writes a byte-level tokenizer and a template, and loads them. Merges are of ASCII letters.
+func newTextTokenizer(t testing.TB, template string, merges ...string) Tokenizer {
 	t.Helper()
 	vocab := map[string]int{}
+	for i, m := range merges {
+		vocab[strings.ReplaceAll(m, " ", "")] = 259 + i
+	}
 	// GPT-2's alphabet: printable bytes stand for themselves, the others for U+0100 and up.
 	next := rune(0x100)
 	for b := range rune(256) {
@@ -36,7 +39,7 @@ func newTextTokenizer(t testing.TB, template string) Tokenizer {
 			"added_tokens":  []any{special(256, "<|im_start|>"), special(257, "<|im_end|>"), special(258, "[TOOL_CALLS]")},
 			"pre_tokenizer": map[string]any{"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
 			"decoder":       map[string]any{"type": "ByteLevel"},
-			"model":         map[string]any{"type": "BPE", "vocab": vocab, "merges": []any{}},
+			"model":         map[string]any{"type": "BPE", "vocab": vocab, "merges": append([]string{}, merges...)},
 		},
 		"tokenizer_config.json": map[string]any{"eos_token": "<|im_end|>", "chat_template": template},
 	}

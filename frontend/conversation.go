@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"container/list"
 	"context"
+	"encoding/json/jsontext"
 	"errors"
 	"hash/maphash"
 	"slices"
@@ -52,19 +53,21 @@ type conversations struct {
 // scope is whose a conversation is. Turns of different scopes share no sampled ids.
 type scope struct{ conversation, salt string }
 
-// turn is one request of a conversation. Its fields but answer are not changed.
+// turn is one request of a conversation.
 type turn struct {
 	scope  scope
 	key    chainKey
 	script *text.Script
-	// prefix is the number of the script's first ids that were sampled, or came with the messages, and message the last
-	// message that they are; 0 for none.
+	// prefix is the number of the script's first ids that were sampled, or came with the messages (carried), and message the
+	// last message that they are; 0 for none.
 	prefix  int
 	message int
+	carried bool
 
-	at     *list.Element // nil once it is forgotten
-	size   int64
-	answer *said // nil while it is not known
+	// Under the lock of conversations:
+	at      *list.Element // nil once it is forgotten
+	size    int64
+	answers []*said // the latest last
 }
 
 // said is what was answered.
@@ -189,28 +192,46 @@ func (c *conversations) use(t *turn) {
 	}
 }
 
-// answered remembers what was answered to a turn.
+// answered remembers what was answered to a turn, which may have been asked for several times.
 func (c *conversations) answered(t *turn, a *said) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if t.at == nil {
 		return
 	}
-	more := int64(len(a.content) + len(a.reasoning) + 4*len(a.ids))
-	for i := range a.calls {
-		more += int64(len(a.calls[i].Arguments)) + 64
+	more := a.size()
+	if len(t.answers) >= maxAlike {
+		more -= t.answers[0].size()
+		t.answers = t.answers[1:]
 	}
-	t.answer = a
+	t.answers = append(slices.Clip(t.answers), a)
 	t.size += more
 	c.bytes += more
 	c.trim()
 }
 
-// answerOf is what was answered to a turn, nil if that is not known.
-func (c *conversations) answerOf(t *turn) *said {
+func (a *said) size() int64 {
+	n := len(a.content) + len(a.reasoning) + 4*len(a.ids) + 128
+	for i := range a.calls {
+		n += len(a.calls[i].Arguments) + 128
+	}
+	return int64(n)
+}
+
+// answer is what was answered to a turn, if that is the message that came back; nil if not.
+func (c *conversations) answer(t *turn, back jsontext.Value) *said {
 	c.mu.Lock()
-	defer c.mu.Unlock()
-	return t.answer
+	answers := t.answers
+	c.mu.Unlock()
+	if back == nil {
+		return nil
+	}
+	for _, a := range slices.Backward(answers) {
+		if len(a.ids) > 0 && a.is(back) {
+			return a
+		}
+	}
+	return nil
 }
 
 func (c *conversations) trim() {
@@ -314,27 +335,22 @@ func (s *Server) converse(ctx context.Context, c *Chat, k *known, who scope) (pr
 		ids, err := s.renderChat(ctx, c)
 		return prompted{ids: ids}, err
 	}
-	prev := s.pick(k, c, who)
-	p, own := s.prefix(prev, c, who)
+	prev, own := s.pick(k, c, who)
+	p, carried := s.prefix(prev, own, c, who)
 	var from *text.Script
 	if prev != nil {
 		from = prev.script
 	}
 	script, reuse, err := tok.Transcribe(ctx, from, c, p)
-	switch {
-	case own != nil && err == nil && reuse.Spliced && !shows(script, own):
-		s.metrics.splices.WithLabelValues(spliceDropped).Inc()
-		p.IDs = nil
+	if why := dropped(carried, own, script, reuse, err); why != "" {
+		s.metrics.splices.WithLabelValues(why).Inc()
+		p = text.Prefix{}
 		script, reuse, err = tok.Transcribe(ctx, from, c, p)
-	case own != nil && errors.As(err, new(*text.PrefixError)):
-		s.metrics.splices.WithLabelValues(spliceRefused).Inc()
-		p.IDs = nil
-		script, reuse, err = tok.Transcribe(ctx, from, c, p)
+	}
+	if err == nil {
+		script, err = s.shadow(ctx, tok, c, p, script, &reuse)
 	}
 	if err != nil {
-		return prompted{}, chatFault(ctx, err)
-	}
-	if script, err = s.shadow(ctx, tok, c, p, script, &reuse); err != nil {
 		return prompted{}, chatFault(ctx, err)
 	}
 	s.countTurn(reuse, p, prev, who)
@@ -345,46 +361,61 @@ func (s *Server) converse(ctx context.Context, c *Chat, k *known, who scope) (pr
 		s.conversations.use(prev)
 		return prompted{script.IDs(), prev}, nil
 	}
-	t := &turn{scope: who, script: script}
-	if t.prefix, t.message = len(p.IDs), p.Message; len(p.IDs) == 0 && prev != nil && reuse.Reason == text.Extended {
-		t.prefix, t.message = prev.prefix, prev.message
-	}
+	t := &turn{scope: who, script: script, prefix: len(p.IDs), message: p.Message, carried: carried}
 	s.conversations.put(t, prev)
 	return prompted{script.IDs(), t}, nil
 }
 
-// pick chooses among turns that begin alike: one of the same conversation, one whose answer comes back, the latest.
-func (s *Server) pick(k *known, c *Chat, who scope) *turn {
-	var best *turn
+// pick chooses among turns that begin alike: one of the same conversation, one whose answer comes back (which own is
+// then), the latest.
+func (s *Server) pick(k *known, c *Chat, who scope) (best *turn, own *said) {
 	points := -1
 	for _, t := range k.turns {
 		n := 0
+		var a *said
 		if t.scope == who {
-			n += 2
-			if a := s.conversations.answerOf(t); a != nil && c.next != nil && a.is(c.next) {
-				n++
+			n = 1
+			if a = s.conversations.answer(t, c.next); a != nil {
+				n = 2
 			}
 		}
 		if n > points {
-			best, points = t, n
+			best, own, points = t, a, n
 		}
 	}
-	return best
+	return best, own
 }
 
-// prefix is what the ids of a chat must begin with: what came with the messages, or else what was answered to prev, which
-// own is then, if that comes back.
-func (s *Server) prefix(prev *turn, c *Chat, who scope) (p text.Prefix, own *said) {
-	if len(c.prefix.IDs) > 0 {
-		return c.prefix, nil
+// prefix is what the ids of a chat must begin with: what came with its messages now or earlier (carried), or else own,
+// which was answered to prev and comes back, or what was earlier.
+func (s *Server) prefix(prev *turn, own *said, c *Chat, who scope) (p text.Prefix, carried bool) {
+	switch {
+	case len(c.prefix.IDs) > 0:
+		return c.prefix, true
+	case prev == nil || prev.scope != who:
+		return p, false
+	case own != nil:
+		return text.Prefix{IDs: slices.Concat(prev.script.IDs(), own.ids), Message: prev.script.Len()}, false
 	}
-	if prev == nil || prev.scope != who {
-		return p, nil
+	return text.Prefix{IDs: prev.script.IDs()[:prev.prefix], Message: prev.message}, prev.carried
+}
+
+// dropped says why remembered ids are not what the prompt should begin with after all; "" if they are, or were carried by
+// the client, who knows.
+func dropped(carried bool, own *said, script *text.Script, reuse text.Reuse, err error) string {
+	switch {
+	case carried:
+		return ""
+	case errors.As(err, new(*text.PrefixError)):
+		return spliceRefused
+	case err != nil:
+		return ""
+	case reuse.Spliced && (reuse.Reason == text.OtherTools || reuse.Reason == text.OtherOptions || reuse.Reason == text.Edited):
+		return spliceStale
+	case reuse.Spliced && own != nil && !shows(script, own):
+		return spliceThoughts
 	}
-	if a := s.conversations.answerOf(prev); a != nil && c.next != nil && len(a.ids) > 0 && a.is(c.next) {
-		return text.Prefix{IDs: slices.Concat(prev.script.IDs(), a.ids), Message: prev.script.Len()}, a
-	}
-	return text.Prefix{IDs: prev.script.IDs()[:prev.prefix], Message: prev.message}, nil
+	return ""
 }
 
 // shows reports whether a conversation shows the thoughts of an answer. A template that leaves them out means it.
@@ -395,10 +426,11 @@ func shows(script *text.Script, a *said) bool {
 
 // Outcomes of splices.
 const (
-	spliceSampled = "sampled" // the ids are not what the text would be encoded to
-	spliceSame    = "same"
-	spliceDropped = "thoughts" // the template does not show what the model thought
-	spliceRefused = "no_end"   // the template does not tell where the answer ends
+	spliceSampled  = "sampled"  // the prompt has the sampled ids, which are not what its text would be encoded to
+	spliceSame     = "same"     // they are
+	spliceThoughts = "thoughts" // dropped: the template does not show what the model thought
+	spliceRefused  = "no_end"   // dropped: the template does not tell where the answer ends
+	spliceStale    = "stale"    // dropped: what was before the answer is something else now
 )
 
 func (s *Server) countTurn(reuse text.Reuse, p text.Prefix, prev *turn, who scope) {
@@ -409,7 +441,7 @@ func (s *Server) countTurn(reuse text.Reuse, p text.Prefix, prev *turn, who scop
 	s.metrics.rendered.WithLabelValues(string(reason)).Inc()
 	s.metrics.keptTokens.Add(float64(reuse.IDs))
 	switch {
-	case len(p.IDs) == 0 || prev != nil && len(p.IDs) <= prev.prefix:
+	case len(p.IDs) == 0 || reuse.Reason == text.Continued || prev != nil && len(p.IDs) <= prev.prefix:
 	case reuse.Spliced:
 		s.metrics.splices.WithLabelValues(spliceSampled).Inc()
 	default:

@@ -11,6 +11,7 @@ import (
 	"baton/checkpoint"
 	"baton/coordinator"
 	"baton/engine"
+	"baton/frontend"
 	"baton/handoff"
 	"baton/route"
 	"baton/tensor"
@@ -84,6 +85,23 @@ type frontendFlags struct {
 	keyFlags
 	Listen string  `default:"127.0.0.1:8000" help:"Address of the HTTP frontend."`
 	Seed   *uint64 `placeholder:"N" help:"Makes the random seeds of requests that bring none repeatable."`
+	promptFlags
+}
+
+// promptFlags are how prompts of conversations are made.
+type promptFlags struct {
+	Conversations      int       `default:"4096" placeholder:"N" help:"How many turns of conversations are remembered, so that the next costs only what is new in it; 0 remembers none."`
+	ConversationMemory byteCount `default:"256MiB" placeholder:"SIZE" help:"Memory for them."`
+	ShadowRate         float64   `default:"0" placeholder:"SHARE" help:"Share of prompts, from 0 to 1, that are made in a second way as well, to compare: as a whole, or by the engine."`
+}
+
+// limits are the first two.
+func (f promptFlags) limits() frontend.ConversationLimits {
+	l := frontend.ConversationLimits{Entries: f.Conversations, Bytes: int64(f.ConversationMemory)}
+	if l.Entries == 0 {
+		l.Entries = -1
+	}
+	return l
 }
 
 // peerFlags are those of both ends of a connection between a coordinator and others.
