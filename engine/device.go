@@ -9,7 +9,6 @@ import (
 
 // device runs a rank's part of passes. It is used by one goroutine at a time.
 type device struct {
-	engine  int  // the number of the engine in its shard
 	split   bool // whether others hold the same activations
 	backend compute.Backend
 	decoder *model.Decoder

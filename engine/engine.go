@@ -41,6 +41,7 @@ type Engine struct {
 	// Owned by Run.
 	conn      *wire.Conn
 	passing   bool
+	traces    *traces
 	leaving   error          // why, once the coordinator said that the engine is to: errStopped or an *awayError
 	profile   *profile       // being written
 	transfers map[uint64]int // the rank of each that is under way
@@ -54,6 +55,7 @@ func newEngine(c Config) *Engine {
 		done:      make(chan passed, 1),
 		events:    newMailbox(),
 		broken:    make(chan error, 1),
+		traces:    newTraces(c.Tracer, c.Name),
 		transfers: map[uint64]int{},
 	}
 }
@@ -213,11 +215,11 @@ func (e *Engine) serve(ctx context.Context, inbox <-chan wire.Message, ended <-c
 		}
 		select {
 		case m := <-inbox:
-			e.step(Received{m})
+			e.received(m)
 			for more := true; more; { // take what has arrived together before planning
 				select {
 				case m := <-inbox:
-					e.step(Received{m})
+					e.received(m)
 				default:
 					more = false
 				}
@@ -257,6 +259,11 @@ func (e *Engine) lastWord(inbox <-chan wire.Message) error {
 			return e.leaving
 		}
 	}
+}
+
+func (e *Engine) received(m wire.Message) {
+	e.traces.received(m)
+	e.step(Received{m})
 }
 
 // plan starts the next pass if none is under way and there is one.
@@ -391,6 +398,7 @@ func (e *Engine) profiler(path string) {
 
 // send gives a message to the connection. A failure shows as the end of the session.
 func (e *Engine) send(m wire.Message) {
+	e.traces.sent(m)
 	switch m := m.(type) {
 	case *wire.EngineReply:
 		e.metrics.results(m.Results)
@@ -404,6 +412,7 @@ func (e *Engine) send(m wire.Message) {
 
 // abandon drops everything when the connection is gone, and waits for the pass that may still be under way.
 func (e *Engine) abandon() {
+	e.traces.drop()
 	e.profiler("")
 	e.step(Disconnected{})
 	if e.passing {
