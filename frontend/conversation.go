@@ -141,7 +141,12 @@ func (c *conversations) find(messages []byte) []*turn {
 // begins reports whether an array of messages begins with those of a script.
 func begins(messages []byte, s *text.Script) bool {
 	own := s.Messages()
-	if len(own) == 0 || len(messages) < len(own)+2 || !bytes.Equal(messages[1:len(own)+1], own) {
+	if len(own) == 0 || len(messages) < len(own)+2 {
+		return false
+	}
+	// Many that begin alike differ at the end, if at all.
+	last := max(0, len(own)-chainBlock)
+	if messages := messages[1 : len(own)+1]; !bytes.Equal(messages[last:], own[last:]) || !bytes.Equal(messages[:last], own[:last]) {
 		return false
 	}
 	rest := bytes.TrimLeft(messages[len(own)+1:], " \t\r\n")
