@@ -221,9 +221,9 @@ func (c *Chat) check() error {
 	return c.settlePrefix()
 }
 
-// renderChat is the prompt of a conversation.
-func (s *Server) renderChat(ctx context.Context, c *Chat) ([]int32, error) {
-	ids, err := s.tok.RenderChat(ctx, c)
+// render is the prompt of a conversation of which nothing is known.
+func (p *Prompter) render(ctx context.Context, c *Chat) ([]int32, error) {
+	ids, err := p.tok.RenderChat(ctx, c)
 	return ids, chatFault(ctx, err)
 }
 
@@ -245,7 +245,7 @@ func chatFault(ctx context.Context, err error) error {
 func (s *Server) chatGeneration(ctx context.Context, r *chatRequest, k *known) (*generation, error) {
 	p, err := prompted{ids: r.promptIDs}, error(nil)
 	if p.ids == nil {
-		p, err = s.converse(ctx, &r.chat, k, scope{r.session, r.salt})
+		p, err = s.prompts.converse(ctx, &r.chat, k, scope{r.session, r.salt})
 	}
 	if err != nil {
 		return nil, err

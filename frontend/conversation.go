@@ -3,25 +3,13 @@ package frontend
 import (
 	"bytes"
 	"container/list"
-	"context"
 	"encoding/json/jsontext"
-	"errors"
 	"hash/maphash"
 	"slices"
-	"strings"
 	"sync"
 
 	"baton/text"
-	"baton/wire"
 )
-
-// Transcriber is a Tokenizer for which a turn of a conversation costs as much as is new in it.
-type Transcriber interface {
-	Tokenizer
-	// Transcribe is RenderChat that goes on from an earlier turn, if the chat does and prev is not nil, and puts what
-	// the model sampled in its place (see text.Tokenizer.Transcribe).
-	Transcribe(ctx context.Context, prev *text.Script, chat *Chat, p text.Prefix) (*text.Script, text.Reuse, error)
-}
 
 // ConversationLimits bound what a server remembers of conversations. What was used least recently goes first.
 type ConversationLimits struct {
@@ -47,7 +35,7 @@ type conversations struct {
 	scopes  map[scope]*turn // the latest turn of a conversation with an id
 	recent  *list.List      // of *turn, the one used last first
 	bytes   int64
-	metrics *metrics
+	metrics *promptMetrics
 }
 
 // scope is whose a conversation is. Turns of different scopes share no sampled ids.
@@ -99,7 +87,7 @@ func chain(messages []byte) []chainKey {
 	return keys
 }
 
-func newConversations(limits ConversationLimits, m *metrics) *conversations {
+func newConversations(limits ConversationLimits, m *promptMetrics) *conversations {
 	if limits.Entries < 0 {
 		return nil
 	}
@@ -325,151 +313,4 @@ func (k *known) messages() int {
 		return 0
 	}
 	return k.turns[0].script.Len()
-}
-
-// prompted is a conversation's prompt.
-type prompted struct {
-	ids  []int32
-	turn *turn // nil if it is not remembered
-}
-
-// converse renders and encodes a chat, from what is known of it, and remembers it.
-func (s *Server) converse(ctx context.Context, c *Chat, k *known, who scope) (prompted, error) {
-	tok, ok := s.tok.(Transcriber)
-	if !ok {
-		ids, err := s.renderChat(ctx, c)
-		return prompted{ids: ids}, err
-	}
-	prev, own := s.pick(k, c, who)
-	p, carried := s.prefix(prev, own, c, who)
-	var from *text.Script
-	if prev != nil {
-		from = prev.script
-	}
-	script, reuse, err := tok.Transcribe(ctx, from, c, p)
-	if why := dropped(carried, own, script, reuse, err); why != "" {
-		s.metrics.splices.WithLabelValues(why).Inc()
-		p = text.Prefix{}
-		script, reuse, err = tok.Transcribe(ctx, from, c, p)
-	}
-	if err == nil {
-		script, err = s.shadow(ctx, tok, c, p, script, &reuse)
-	}
-	if err != nil {
-		return prompted{}, chatFault(ctx, err)
-	}
-	s.countTurn(reuse, p, prev, who)
-	if s.conversations == nil || reuse.Reason == text.Continued {
-		return prompted{ids: script.IDs()}, nil
-	}
-	if prev != nil && prev.script == script && prev.scope == who {
-		s.conversations.use(prev)
-		return prompted{script.IDs(), prev}, nil
-	}
-	t := &turn{scope: who, script: script, prefix: len(p.IDs), message: p.Message, carried: carried}
-	s.conversations.put(t, prev)
-	return prompted{script.IDs(), t}, nil
-}
-
-// pick chooses among turns that begin alike: one of the same conversation, one whose answer comes back (which own is
-// then), the latest.
-func (s *Server) pick(k *known, c *Chat, who scope) (best *turn, own *said) {
-	points := -1
-	for _, t := range k.turns {
-		n := 0
-		var a *said
-		if t.scope == who {
-			n = 1
-			if a = s.conversations.answer(t, c.next); a != nil {
-				n = 2
-			}
-		}
-		if n > points {
-			best, own, points = t, a, n
-		}
-	}
-	return best, own
-}
-
-// prefix is what the ids of a chat must begin with: what came with its messages now or earlier (carried), or else own,
-// which was answered to prev and comes back, or what was earlier.
-func (s *Server) prefix(prev *turn, own *said, c *Chat, who scope) (p text.Prefix, carried bool) {
-	switch {
-	case len(c.prefix.IDs) > 0:
-		return c.prefix, true
-	case prev == nil || prev.scope != who:
-		return p, false
-	case own != nil:
-		return text.Prefix{IDs: slices.Concat(prev.script.IDs(), own.ids), Message: prev.script.Len()}, false
-	}
-	return text.Prefix{IDs: prev.script.IDs()[:prev.prefix], Message: prev.message}, prev.carried
-}
-
-// dropped says why remembered ids are not what the prompt should begin with after all; "" if they are, or were carried by
-// the client, who knows.
-func dropped(carried bool, own *said, script *text.Script, reuse text.Reuse, err error) string {
-	switch {
-	case carried:
-		return ""
-	case errors.As(err, new(*text.PrefixError)):
-		return spliceRefused
-	case err != nil:
-		return ""
-	case reuse.Spliced && (reuse.Reason == text.OtherTools || reuse.Reason == text.OtherOptions || reuse.Reason == text.Edited):
-		return spliceStale
-	case reuse.Spliced && own != nil && !shows(script, own):
-		return spliceThoughts
-	}
-	return ""
-}
-
-// shows reports whether a conversation shows the thoughts of an answer. A template that leaves them out means it.
-func shows(script *text.Script, a *said) bool {
-	thought := strings.TrimSpace(a.reasoning)
-	return thought == "" || strings.Contains(script.Text(), thought)
-}
-
-// Outcomes of splices.
-const (
-	spliceSampled  = "sampled"  // the prompt has the sampled ids, which are not what its text would be encoded to
-	spliceSame     = "same"     // they are
-	spliceThoughts = "thoughts" // dropped: the template does not show what the model thought
-	spliceRefused  = "no_end"   // dropped: the template does not tell where the answer ends
-	spliceStale    = "stale"    // dropped: what was before the answer is something else now
-)
-
-func (s *Server) countTurn(reuse text.Reuse, p text.Prefix, prev *turn, who scope) {
-	reason := reuse.Reason
-	if reason == text.Fresh && s.conversations.latest(who) != nil {
-		reason = text.Edited
-	}
-	s.metrics.rendered.WithLabelValues(string(reason)).Inc()
-	s.metrics.keptTokens.Add(float64(reuse.IDs))
-	switch {
-	case len(p.IDs) == 0 || reuse.Reason == text.Continued || prev != nil && len(p.IDs) <= prev.prefix:
-	case reuse.Spliced:
-		s.metrics.splices.WithLabelValues(spliceSampled).Inc()
-	default:
-		s.metrics.splices.WithLabelValues(spliceSame).Inc()
-	}
-}
-
-// remember keeps what a choice says, for the turn that follows.
-func (s *Server) remember(c *choice) {
-	t := c.g.turn
-	if t == nil || len(c.g.prompts) != 1 || c.g.n != 1 || c.stopString != "" || !c.complete {
-		return
-	}
-	a := c.said
-	switch c.finish {
-	case wire.FinishStop, finishToolCalls:
-		if n := len(a.ids); n > 0 && c.ended {
-			a.ids = a.ids[:n-1]
-		}
-	case wire.FinishLength:
-	default:
-		return
-	}
-	a.ids = slices.Clip(a.ids)
-	s.conversations.answered(t, &a)
 }

@@ -175,7 +175,7 @@ func TestConversation(t *testing.T) {
 				}
 				k.messages = append(k.messages, string(message), `{"role":"tool","content":"and the result"}`)
 			}
-			m := k.s.metrics
+			m := k.s.prompts.metrics
 			if n := count(m.rendered, "extended"); n < 25 {
 				t.Errorf("%d of 29 turns were extended", n)
 			}
@@ -298,11 +298,11 @@ func TestConversationChanges(t *testing.T) {
 			if sampled := c.splice == spliceSampled; sampled == slices.Equal(got, want) {
 				t.Errorf("sampled ids are in the prompt: %v, want %v", !sampled, sampled)
 			}
-			if n := count(k.s.metrics.rendered, string(c.reason)); n != 1 {
+			if n := count(k.s.prompts.metrics.rendered, string(c.reason)); n != 1 {
 				t.Errorf("not counted as %s", c.reason)
 			}
 			for _, outcome := range []string{spliceSampled, spliceSame, spliceThoughts, spliceRefused, spliceStale} {
-				if n := count(k.s.metrics.splices, outcome); (n == 1) != (outcome == c.splice) {
+				if n := count(k.s.prompts.metrics.splices, outcome); (n == 1) != (outcome == c.splice) {
 					t.Errorf("%d splices of outcome %s", n, outcome)
 				}
 			}
@@ -399,7 +399,7 @@ func TestConversationsBesideOthers(t *testing.T) {
 // TestConversationLimits: what is remembered stays within its bounds, and what was forgotten is made again.
 func TestConversationLimits(t *testing.T) {
 	k := newTalk(t, func(c *Config) { c.Conversations = ConversationLimits{Entries: 10, Bytes: 40 << 10} })
-	m := k.s.metrics
+	m := k.s.prompts.metrics
 	rng := rand.New(rand.NewPCG(1, 2))
 	talks := make([][]string, 12)
 	for range 200 {
@@ -417,7 +417,7 @@ func TestConversationLimits(t *testing.T) {
 			t.Fatalf("%v turns, %v bytes", n, b)
 		}
 	}
-	c := k.s.conversations
+	c := k.s.prompts.conversations
 	var bytes int64
 	turns := 0
 	for e := c.recent.Front(); e != nil; e = e.Next() {
@@ -469,7 +469,7 @@ func TestShadow(t *testing.T) {
 		a, _ := k.ask()
 		k.messages = append(k.messages, string(a), `{"role":"tool","content":"the result"}`)
 	}
-	if n := count(k.s.metrics.shadows, shadowSame); n != 7 || count(k.s.metrics.shadows, shadowDiffer) != 0 {
+	if n := count(k.s.prompts.metrics.shadows, shadowSame); n != 7 || count(k.s.prompts.metrics.shadows, shadowDiffer) != 0 {
 		t.Errorf("%d of 7 prompts were compared", n)
 	}
 }
@@ -500,7 +500,7 @@ func TestShadowMismatch(t *testing.T) {
 	if want := k.whole(); !slices.Equal(got, want) {
 		t.Errorf("the prompt is %q", k.tok.Decode(got, false))
 	}
-	if n := count(k.s.metrics.shadows, shadowDiffer); n != 1 || !strings.Contains(log.String(), "level=ERROR") {
+	if n := count(k.s.prompts.metrics.shadows, shadowDiffer); n != 1 || !strings.Contains(log.String(), "level=ERROR") {
 		t.Errorf("%d mismatches were counted, and told as %q", n, log.String())
 	}
 }

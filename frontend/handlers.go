@@ -21,7 +21,7 @@ func (s *Server) chatCompletions(x *exchange) error {
 	if err != nil {
 		return err
 	}
-	req, k, err := s.readChat(body)
+	req, k, err := s.prompts.read(body)
 	if err != nil {
 		return err
 	}
@@ -56,24 +56,6 @@ func (s *Server) completions(x *exchange) error {
 		return err
 	}
 	return s.answer(x, g, "cmpl-")
-}
-
-// readChat reads a body but for the messages that are known.
-func (s *Server) readChat(body []byte) (*chatRequest, known, error) {
-	k := s.conversations.recall(body)
-	req, err := parseChat(k.body, &s.cfg.Limits, s.cfg.Tokenizer != nil, k.messages())
-	if len(k.turns) == 0 {
-		return req, k, err
-	}
-	if err == nil && (len(req.chat.required) == 0 || req.chat.lastAnswer >= 0) {
-		if whole, ok := k.confirm(body, req.chat.Messages); ok {
-			req.chat.Messages = whole
-			return req, k, nil
-		}
-	}
-	// It is something else that is known, or an error to be told with its place in the whole.
-	req, err = parseChat(body, &s.cfg.Limits, s.cfg.Tokenizer != nil, 0)
-	return req, known{}, err
 }
 
 // admit checks the model's name and takes the session from the headers.
@@ -116,7 +98,7 @@ func (s *Server) answer(x *exchange, g *generation, idPrefix string) error {
 	if g.stream {
 		err = s.stream(x, a)
 	} else if err = s.run(x.ctx, a, func(*choice, bool) error { return nil }); err == nil {
-		s.remember(a.choices[0])
+		s.prompts.remember(a.choices[0])
 		body := a.appendWhole(nil)
 		a.keepState()
 		err = x.json(body)
@@ -153,7 +135,7 @@ func (s *Server) stream(x *exchange, a *answer) error {
 	if err != nil {
 		return err
 	}
-	s.remember(a.choices[0])
+	s.prompts.remember(a.choices[0])
 	buf = buf[:0]
 	if a.includeUsage {
 		buf = append(append(buf, head...), `],"usage":`...)

@@ -24,7 +24,10 @@ type metrics struct {
 	whole      prometheus.Histogram
 
 	queue, prefill, handoff, transfer, decode prometheus.Histogram
+}
 
+// promptMetrics are what /metrics says of how prompts are made.
+type promptMetrics struct {
 	rendered, splices, shadows *prometheus.CounterVec
 	keptTokens                 prometheus.Counter
 	turns, turnBytes           prometheus.Gauge
@@ -53,18 +56,7 @@ func newMetrics(r prometheus.Registerer) (*metrics, error) {
 		register(h)
 		return h
 	}
-	gauge := func(name, help string) prometheus.Gauge {
-		g := prometheus.NewGauge(prometheus.GaugeOpts{Name: "baton_" + name, Help: help})
-		register(g)
-		return g
-	}
 	m := &metrics{
-		rendered:         counter("conversation_turns_total", "Chat requests by how their prompt was made: extended from an earlier turn, or as a whole and why.", "reason"),
-		splices:          counter("conversation_splices_total", "Answers that came back in a conversation, by what became of their sampled ids.", "outcome"),
-		shadows:          counter("shadow_checks_total", "Prompts that were made twice to compare them, by outcome.", "outcome"),
-		keptTokens:       counter("conversation_kept_tokens_total", "Prompt tokens that were taken over from earlier turns and not encoded again.").WithLabelValues(),
-		turns:            gauge("conversation_turns_remembered", "Turns whose prompts are remembered."),
-		turnBytes:        gauge("conversation_remembered_bytes", "Memory that these take."),
 		requests:         counter("http_requests_total", "HTTP requests by endpoint and status.", "endpoint", "status"),
 		inFlight:         prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "baton_http_requests_in_flight", Help: "HTTP requests that run now."}, []string{"endpoint"}),
 		promptTokens:     counter("prompt_tokens_total", "Prompt tokens of requests that were started.").WithLabelValues(),
@@ -82,6 +74,29 @@ func newMetrics(r prometheus.Registerer) (*metrics, error) {
 	}
 	register(m.inFlight)
 	return m, failed
+}
+
+func newPromptMetrics(r prometheus.Registerer) (*promptMetrics, error) {
+	counter := func(name, help, label string) *prometheus.CounterVec {
+		return prometheus.NewCounterVec(prometheus.CounterOpts{Name: "baton_" + name, Help: help}, []string{label})
+	}
+	gauge := func(name, help string) prometheus.Gauge {
+		return prometheus.NewGauge(prometheus.GaugeOpts{Name: "baton_" + name, Help: help})
+	}
+	m := &promptMetrics{
+		rendered:   counter("conversation_turns_total", "Chat requests by how their prompt was made: extended from an earlier turn, or as a whole and why.", "reason"),
+		splices:    counter("conversation_splices_total", "Answers that came back in a conversation, by what became of their sampled ids.", "outcome"),
+		shadows:    counter("shadow_checks_total", "Prompts that were made twice to compare them, by outcome.", "outcome"),
+		keptTokens: prometheus.NewCounter(prometheus.CounterOpts{Name: "baton_conversation_kept_tokens_total", Help: "Prompt tokens that were taken over from earlier turns and not encoded again."}),
+		turns:      gauge("conversation_turns_remembered", "Turns whose prompts are remembered."),
+		turnBytes:  gauge("conversation_remembered_bytes", "Memory that these take."),
+	}
+	for _, c := range []prometheus.Collector{m.rendered, m.splices, m.shadows, m.keptTokens, m.turns, m.turnBytes} {
+		if err := r.Register(c); err != nil {
+			return nil, err
+		}
+	}
+	return m, nil
 }
 
 // observation watches one run; it belongs to the run's goroutine.

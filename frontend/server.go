@@ -127,7 +127,7 @@ type Server struct {
 	handler http.Handler
 	seeds   seeds
 
-	conversations *conversations // nil if nothing is remembered
+	prompts *Prompter
 
 	// Requests run under ctx; cancel ends them all.
 	ctx    context.Context
@@ -154,8 +154,11 @@ func New(cfg Config) (*Server, error) {
 	if s.metrics, err = newMetrics(cfg.Registry); err != nil {
 		return nil, fmt.Errorf("frontend: registering metrics: %w", err)
 	}
-	if _, ok := s.tok.(Transcriber); ok {
-		s.conversations = newConversations(s.cfg.Conversations, s.metrics)
+	s.prompts, err = newPrompter(s.tok, cfg.Tokenizer != nil, &s.cfg.Limits, PrompterConfig{
+		Conversations: cfg.Conversations, ShadowRate: cfg.ShadowRate, Logger: cfg.Logger, Registry: cfg.Registry,
+	})
+	if err != nil {
+		return nil, err
 	}
 	if cfg.Seed != nil {
 		s.seeds.sequence = rand.New(rand.NewPCG(*cfg.Seed, 0))

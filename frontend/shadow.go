@@ -16,21 +16,21 @@ const (
 )
 
 // shadow makes some prompts a second time, from nothing, and compares. On a mismatch the second counts.
-func (s *Server) shadow(ctx context.Context, tok Transcriber, c *Chat, p text.Prefix, script *text.Script, reuse *text.Reuse) (*text.Script, error) {
-	if reuse.Reason != text.Extended || s.cfg.ShadowRate == 0 || rand.Float64() >= s.cfg.ShadowRate {
+func (p *Prompter) shadow(ctx context.Context, tok Transcriber, c *Chat, prefix text.Prefix, script *text.Script, reuse *text.Reuse) (*text.Script, error) {
+	if reuse.Reason != text.Extended || p.shadowRate == 0 || rand.Float64() >= p.shadowRate {
 		return script, nil
 	}
-	whole, again, err := tok.Transcribe(ctx, nil, c, p)
+	whole, again, err := tok.Transcribe(ctx, nil, c, prefix)
 	if err != nil {
-		s.metrics.shadows.WithLabelValues(shadowFailed).Inc()
+		p.metrics.shadows.WithLabelValues(shadowFailed).Inc()
 		return nil, err
 	}
 	if whole.Text() == script.Text() && slices.Equal(whole.IDs(), script.IDs()) {
-		s.metrics.shadows.WithLabelValues(shadowSame).Inc()
+		p.metrics.shadows.WithLabelValues(shadowSame).Inc()
 		return script, nil
 	}
-	s.metrics.shadows.WithLabelValues(shadowDiffer).Inc()
-	s.log.Error("a prompt that goes on from an earlier turn is not what it is as a whole: the chat template shows old messages in another way than was found out; "+
+	p.metrics.shadows.WithLabelValues(shadowDiffer).Inc()
+	p.log.Error("a prompt that goes on from an earlier turn is not what it is as a whole: the chat template shows old messages in another way than was found out; "+
 		"report it, and serve without --conversations until then",
 		"messages", script.Len(), "ids", len(script.IDs()), "ids_of_the_whole", len(whole.IDs()), "first_difference", firstDifference(script.IDs(), whole.IDs()))
 	*reuse = again

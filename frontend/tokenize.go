@@ -18,7 +18,7 @@ func (s *Server) tokenize(x *exchange) error {
 		if ids, err = s.tok.Encode(*r.prompt, r.addSpecial); err != nil {
 			return invalid("prompt", "%s", err)
 		}
-	} else if ids, err = s.renderChat(x.ctx, &r.chat); err != nil {
+	} else if ids, err = s.prompts.render(x.ctx, &r.chat); err != nil {
 		return err
 	}
 	b := appendInt([]byte(`{"count":`), len(ids))
