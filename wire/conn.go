@@ -133,25 +133,25 @@ func peerName(nc net.Conn) string {
 	return "the peer in this process"
 }
 
-// idleReader gives each read a deadline.
+// idleReader gives each read a deadline. It waits for that in parts: it may be this process that was stopped,
+// or its host with every peer there, and a stop, however long, ends one part and not those that follow it.
 type idleReader struct {
 	nc      net.Conn
 	timeout time.Duration
 }
 
-func (r idleReader) Read(b []byte) (int, error) {
+const idleParts = 4
+
+func (r idleReader) Read(b []byte) (n int, err error) {
 	if r.timeout <= 0 {
 		return r.nc.Read(b)
 	}
-	n, err := r.readWithin(b, r.timeout)
-	if errors.Is(err, os.ErrDeadlineExceeded) {
-		// It may be this process that was stopped: then what the peer said meanwhile is there to be read.
-		n, err = r.readWithin(b, time.Millisecond)
+	for range idleParts {
+		if n, err = r.readWithin(b, r.timeout/idleParts); !errors.Is(err, os.ErrDeadlineExceeded) {
+			return n, err
+		}
 	}
-	if errors.Is(err, os.ErrDeadlineExceeded) {
-		err = fmt.Errorf("wire: nothing from %s for %v: %w", peerName(r.nc), r.timeout, err)
-	}
-	return n, err
+	return n, fmt.Errorf("wire: nothing from %s for %v: %w", peerName(r.nc), r.timeout, err)
 }
 
 func (r idleReader) readWithin(b []byte, d time.Duration) (int, error) {

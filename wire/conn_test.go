@@ -264,34 +264,38 @@ func TestKeepAlive(t *testing.T) {
 	})
 }
 
-// A process that was stopped reads what arrived meanwhile before it judges its peer.
+// A process that was stopped hears what its peer said meanwhile, or says once it runs again as well, before it
+// judges it.
 func TestStoppedReaderDoesNotBlameItsPeer(t *testing.T) {
-	near, far := net.Pipe()
-	defer near.Close()
-	defer far.Close()
-	go near.Write([]byte("alive"))
-	r := idleReader{deadlinePassed{far}, 100 * time.Millisecond}
-	b := make([]byte, 8)
-	for got := ""; got != "alive"; {
-		n, err := r.Read(b)
-		if errors.Is(err, os.ErrDeadlineExceeded) && got == "" {
-			continue // the writer had not begun
+	synctest.Test(t, func(t *testing.T) {
+		near, far := net.Pipe()
+		defer near.Close()
+		defer far.Close()
+		r := idleReader{&stopped{Conn: far}, 1200 * time.Millisecond}
+		go func() {
+			time.Sleep(500 * time.Millisecond) // the peer was stopped too
+			near.Write([]byte("alive"))
+		}()
+		b := make([]byte, 8)
+		if n, err := r.Read(b); err != nil || string(b[:n]) != "alive" {
+			t.Fatalf("got %q, %v", b[:n], err)
 		}
-		if err != nil {
-			t.Fatal(err)
+		began := time.Now()
+		if _, err := r.Read(b); !errors.Is(err, os.ErrDeadlineExceeded) || time.Since(began) != r.timeout {
+			t.Fatalf("of a peer that says nothing: %v after %v", err, time.Since(began))
 		}
-		got += string(b[:n])
-	}
+	})
 }
 
-// deadlinePassed is a connection whose deadlines, but for short ones, have passed before anybody reads.
-type deadlinePassed struct{ net.Conn }
+// stopped is a connection whose first deadline has passed before anybody reads.
+type stopped struct {
+	net.Conn
+	once sync.Once
+}
 
-func (d deadlinePassed) SetReadDeadline(at time.Time) error {
-	if time.Until(at) > 10*time.Millisecond {
-		at = time.Now().Add(-time.Second)
-	}
-	return d.Conn.SetReadDeadline(at)
+func (s *stopped) SetReadDeadline(at time.Time) error {
+	s.once.Do(func() { at = time.Now().Add(-time.Hour) })
+	return s.Conn.SetReadDeadline(at)
 }
 
 func TestHandshake(t *testing.T) {
