@@ -196,7 +196,7 @@ func (c *frontendCmd) Run(env *environment) error {
 		return err
 	}
 	if c.relaying() {
-		return c.relay(env, sec, c.frontendFlags)
+		return c.relay(env, sec, c.Model, c.frontendFlags)
 	}
 	if c.Model == "" {
 		return errNoModel

@@ -7,10 +7,15 @@ import (
 	"log/slog"
 	"net/url"
 	"os"
+	"path/filepath"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
+
+	"baton/checkpoint"
 	"baton/frontend"
 	"baton/frontend/relay"
+	"baton/text"
 )
 
 // frontendModelFlags are modelFlags, of which a relay needs none.
@@ -42,6 +47,7 @@ type relayFlags struct {
 	MaxAnswer       byteCount     `default:"64MiB" help:"Relay: the largest answer of a worker, streams aside."`
 	LegTimeout      time.Duration `default:"30m" help:"Relay: until a leg's answer begins."`
 	StreamTimeout   time.Duration `default:"10m" help:"Relay: between two pieces of a stream."`
+	Tokenize        bool          `name:"frontend-tokenize" help:"Relay: render and encode chats here, with the tokenizer and chat template of --model (a folder without weights will do), for workers of trtllm and baton."`
 	EngineKeyFile   string        `placeholder:"FILE" help:"Relay: file with the API key that workers want."`
 	AdminKeyFile    string        `placeholder:"FILE" help:"Relay: file of API keys, one a line, for /workers. Without it only this host may change the pools."`
 }
@@ -49,8 +55,42 @@ type relayFlags struct {
 // relaying reports whether the frontend is a relay.
 func (f *relayFlags) relaying() bool { return len(f.Prefill)+len(f.Decode) > 0 }
 
+// tokenizer makes prompts if that is asked for.
+func (f *relayFlags) tokenizer(env *environment, model string, shared frontendFlags, reg *prometheus.Registry) (relay.Tokenizer, error) {
+	if !f.Tokenize {
+		return nil, nil
+	}
+	if model == "" {
+		return nil, errors.New("--frontend-tokenize needs --model: the folder with the model's tokenizer and chat template, or its .gguf file")
+	}
+	tok, err := openTokenizer(model)
+	if err != nil {
+		return nil, fmt.Errorf("--model: %w", err)
+	}
+	if _, err := tok.Template(""); err != nil {
+		return nil, fmt.Errorf("--frontend-tokenize: %w", err)
+	}
+	return frontend.NewPrompter(frontend.PrompterConfig{
+		Tokenizer: frontend.NewTokenizer(tok), Conversations: shared.limits(), Logger: env.log, Registry: reg,
+		Limits: frontend.Limits{MaxBody: int64(f.MaxBody)},
+	})
+}
+
+// openTokenizer reads a model's tokenizer, not its weights.
+func openTokenizer(path string) (*text.Tokenizer, error) {
+	if filepath.Ext(path) != ".gguf" {
+		return text.Load(path)
+	}
+	ck, err := checkpoint.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	tok, err := text.FromGGUF(ck.GGUF())
+	return tok, errors.Join(err, ck.Close())
+}
+
 // relay runs the relay.
-func (f *relayFlags) relay(env *environment, sec *security, shared frontendFlags) error {
+func (f *relayFlags) relay(env *environment, sec *security, model string, shared frontendFlags) error {
 	keys, err := shared.keys()
 	if err != nil {
 		return err
@@ -61,6 +101,10 @@ func (f *relayFlags) relay(env *environment, sec *security, shared frontendFlags
 		MaxRetries: f.MaxRetries, WorkerWait: f.WorkerWait, Logger: env.log, Registry: newRegistry(), TLS: sec.id.Client(),
 		Limits:   relay.Limits{MaxBody: int64(f.MaxBody), MaxAnswer: int64(f.MaxAnswer)},
 		Timeouts: relay.Timeouts{Leg: f.LegTimeout, Stream: f.StreamTimeout},
+	}
+	c.ShadowRate = shared.ShadowRate
+	if c.Tokenizer, err = f.tokenizer(env, model, shared, c.Registry); err != nil {
+		return err
 	}
 	if c.MaxRetries == 0 {
 		c.MaxRetries = -1

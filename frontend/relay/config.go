@@ -38,6 +38,11 @@ type Config struct {
 	// RolloutFields puts token ids and log-probabilities into the messages of chat answers that have them elsewhere,
 	// where NeMo-Gym looks first.
 	RolloutFields bool
+	// Tokenizer renders and encodes chats here, for engines that take ids beside messages (TensorRT-LLM's and our own); nil
+	// leaves it to them.
+	Tokenizer Tokenizer
+	// ShadowRate is the share of these, from 0 to 1, whose ids are not sent but compared with the engine's own.
+	ShadowRate float64
 	// NodeID tells this relay's request ids from those of other relays of the same engines: 0 to 255.
 	NodeID int
 	// MaxRetries is how often a request is sent again after a failure (default 3; negative for never).
@@ -168,6 +173,9 @@ func (c *Config) setDefaults() error {
 }
 
 func (c *Config) setNumbers() error {
+	if !(c.ShadowRate >= 0 && c.ShadowRate <= 1) {
+		return fmt.Errorf("relay: Config.ShadowRate is %v; it is a share, from 0 to 1", c.ShadowRate)
+	}
 	if c.MaxRetries == 0 {
 		c.MaxRetries = 3
 	}

@@ -86,6 +86,7 @@ func (x *exchange) run(r *http.Request, buf *[]byte) (err error) {
 		return err
 	}
 	x.r.header = append(x.r.header, x.s.engineAuth(r.Header.Get("Authorization"))...)
+	x.tokenize()
 	return x.answer()
 }
 
@@ -356,6 +357,7 @@ func (x *exchange) sequence(d dialect, t *try, source *lease) error {
 	if t.answer, err = parsePrefilled(raw); err != nil {
 		return x.fail(source, err)
 	}
+	x.compare(t, source.w)
 	means, err := d.read(t)
 	if err != nil {
 		return x.fail(source, err)

@@ -23,6 +23,8 @@ type metrics struct {
 	decode   prometheus.Histogram
 
 	predicted, cached prometheus.Counter
+
+	tokenized, shadows *prometheus.CounterVec
 }
 
 var secondsBuckets = []float64{.0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640}
@@ -62,6 +64,8 @@ func newMetrics(r prometheus.Registerer, f *fleet) (*metrics, error) {
 		transfer:  histogram("transfer_seconds", "From the decode leg's request to the first bytes of its answer: the transfer and the first step."),
 		decode:    histogram("decode_seconds", "From the first bytes of the decode leg's answer to the last."),
 		predicted: counter("predicted_prefix_blocks_total", "Blocks that chosen prefill workers were thought to hold."),
+		tokenized: counters("tokenized_total", "Chats whose prompts were made here, by outcome.", "outcome"),
+		shadows:   counters("shadow_checks_total", "Prompts made here that were compared with the engine's, by outcome.", "outcome"),
 		cached:    counter("cached_tokens_total", "Prompt tokens that prefill workers had cached, as they say."),
 	}
 	register(m.inFlight)

@@ -24,6 +24,10 @@ type request struct {
 	content      []byte // the value that holds the prompt: messages, prompt, or ids
 	several      string // why there is more than one answer to it; "" when there is one
 
+	made    []int32 // the ids of a chat's prompt, if they were made here
+	madeB64 []byte  // as a JSON string
+	compare bool    // they are not sent
+
 	conversation string // the client's id of it
 	inBody       bool   // the id came in the body, which the engines get
 	header       []string
@@ -202,6 +206,9 @@ func (r *request) routing(need route.Need, tokenBlock int) route.Request {
 
 // ids are the prompt's, nil when they are not known.
 func (r *request) ids() []int32 {
+	if r.made != nil {
+		return r.made
+	}
 	switch r.content[0] {
 	case '[':
 		if ids, err := parseIDs(r.content); err == nil {

@@ -55,7 +55,11 @@ func (d trtllm) base(t *try) *edit {
 	return e
 }
 
-func (d trtllm) single(t *try) leg { return leg{body: d.base(t).apply(&t.r.body)} }
+func (d trtllm) single(t *try) leg {
+	e := d.base(t)
+	d.attach(t, e)
+	return leg{body: e.apply(&t.r.body)}
+}
 
 // params begins disaggregated_params.
 func (d trtllm) params(t *try, kind string) []byte {
@@ -89,6 +93,7 @@ func (d trtllm) prefill(t *try) (leg, error) {
 		params = append(params, `,"return_prompt_token_ids_b64":true`...)
 	}
 	e.put("disaggregated_params", append(params, '}'))
+	d.attach(t, e)
 	return leg{body: e.apply(&t.r.body)}, nil
 }
 
@@ -124,6 +129,7 @@ func (d trtllm) decode(t *try) (leg, error) {
 			params = appendString(append(params, `,"ctx_info_endpoint":`...), endpoint)
 		}
 		e.put("disaggregated_params", append(params, '}'))
+		d.attach(t, e)
 		return leg{body: e.apply(&t.r.body)}, nil
 	}
 	params, err := scanObject(t.answer.choice.getSet("disaggregated_params"))
@@ -155,6 +161,7 @@ func (d trtllm) handOverIDs(t *try, e *edit) {
 		}
 		e.put("prompt_token_ids_b64", b64)
 	case ids == nil:
+		d.attach(t, e)
 		return // a prompt of ids is there already; any other is rendered again
 	case t.r.chat:
 		e.remove("prompt_token_ids_b64")

@@ -21,7 +21,7 @@ func (nixl) together() bool    { return false }
 func (nixl) mergesUsage() bool { return true } // a decode worker counts what it fetched as cached
 
 func (nixl) advice() string {
-	return `start the worker with --kv-transfer-config '{"kv_connector":"NixlConnector","kv_role":"kv_both"}'`
+	return `start the worker with --kv-transfer-config '{"kv_connector":"NixlConnector","kv_role":"kv_producer"}'`
 }
 
 // whole: the choices of a prompt would fetch the same blocks, which the prefill worker frees after the first fetch;
