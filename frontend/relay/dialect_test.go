@@ -118,11 +118,15 @@ func TestTRTBodies(t *testing.T) {
 func TestGenerationFirst(t *testing.T) {
 	prefill, decode := newFake(t, "trtllm", nil), (*fake)(nil)
 	decode = newFake(t, "trtllm", prefill)
-	prefill.info = `{"disaggregated_params":{"ctx_info_endpoint":["tcp://ctx:1","tcp://ctx:2"]}}`
+	prefill.set(func() { prefill.info = `{"disaggregated_params":{"ctx_info_endpoint":["tcp://ctx:1","tcp://ctx:2"]}}` })
 	// The context worker may wait until the generation worker asks for the request.
 	started := make(chan struct{}, 1)
-	decode.before = func(int, http.ResponseWriter, *http.Request) bool { started <- struct{}{}; return false }
-	prefill.before = func(int, http.ResponseWriter, *http.Request) bool { <-started; return false }
+	decode.set(func() {
+		decode.before = func(int, http.ResponseWriter, *http.Request) bool { started <- struct{}{}; return false }
+	})
+	prefill.set(func() {
+		prefill.before = func(int, http.ResponseWriter, *http.Request) bool { <-started; return false }
+	})
 	r := relayTo(t, []*fake{prefill}, []*fake{decode}, func(c *Config) { c.Schedule = generationFirst })
 	for _, body := range []string{simple, streamed} {
 		got := r.post(completionsPath, body)

@@ -153,10 +153,12 @@ func TestFailover(t *testing.T) {
 	bad, good := newFake(t, "vllm", nil), newFake(t, "vllm", nil)
 	decode := newFake(t, "vllm", good)
 	decode.more = []*fake{bad}
-	bad.before = func(_ int, w http.ResponseWriter, _ *http.Request) bool {
-		w.WriteHeader(500)
-		return true
-	}
+	bad.set(func() {
+		bad.before = func(_ int, w http.ResponseWriter, _ *http.Request) bool {
+			w.WriteHeader(500)
+			return true
+		}
+	})
 	r := relayTo(t, []*fake{bad, good}, []*fake{decode}, func(c *Config) { c.PrefillRouter = "round_robin" })
 	r.await(func() bool { return strings.Contains(r.get("/health").body, `"prefill":"2 of 2"`) })
 	for range 10 {

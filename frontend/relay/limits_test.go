@@ -7,6 +7,7 @@ import (
 	"crypto/x509"
 	"fmt"
 	"io"
+	"log"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -280,7 +281,9 @@ func TestStop(t *testing.T) {
 func TestTLSWorkers(t *testing.T) {
 	roots := x509.NewCertPool()
 	secure := func(f *fake) *httptest.Server {
-		s := httptest.NewTLSServer(f)
+		s := httptest.NewUnstartedServer(f)
+		s.Config.ErrorLog = log.New(io.Discard, "", 0) // of a handshake that is to fail
+		s.StartTLS()
 		t.Cleanup(s.Close)
 		roots.AddCert(s.Certificate())
 		return s
