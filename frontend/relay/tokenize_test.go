@@ -100,7 +100,7 @@ func TestTokenizeTogether(t *testing.T) {
 	body := `{"model":"toy","messages":` + chatMessages + `,"max_tokens":4}`
 	tok := &toyTokenizer{}
 	prefill := newFake(t, "trtllm", nil)
-	prefill.info = `{"disaggregated_params":{"ctx_info_endpoint":["tcp://ctx:1"]}}`
+	prefill.set(func() { prefill.info = `{"disaggregated_params":{"ctx_info_endpoint":["tcp://ctx:1"]}}` })
 	decode := newFake(t, "trtllm", prefill)
 	sent := make(chan struct{}, 1) // the prefill worker waits for the decode worker to know
 	decode.before = func(int, http.ResponseWriter, *http.Request) bool { sent <- struct{}{}; return false }
