@@ -18,6 +18,7 @@ type rank struct {
 	fails     int64 // until when everything that it is told to do with its memory fails, and who comes for it is turned away
 	stalls    int64 // until when it does nothing
 	orderedAt int64 // when the last order reaches it, where its process is another
+	ordered   int   // orders on the way to it
 	checkedAt int64 // when its last check ends
 }
 
@@ -84,7 +85,7 @@ func (l *life) order(o handoff.Action) handoff.Event {
 	}
 	r := &l.ranks[number]
 	remote := number > 0 && l.w.script.Fleet.Remote
-	if !remote && !l.stalled(number) && r.orderedAt <= l.w.now {
+	if !remote && !l.stalled(number) && r.ordered == 0 {
 		return l.carry(o, number)
 	}
 	at := max(l.w.now, r.stalls, r.orderedAt)
@@ -92,9 +93,11 @@ func (l *life) order(o handoff.Action) handoff.Event {
 		at += int64(l.w.hop())
 	}
 	r.orderedAt = at
+	r.ordered++
 	l.w.counts.RankDelays++
 	l.w.at(at, func() {
-		l.deliver(func() {
+		l.deliver(func() { // when the process goes on, if it is frozen
+			r.ordered--
 			if answer := l.carry(o, number); answer != nil {
 				l.checked(answer)
 			}
