@@ -188,9 +188,13 @@ func TestTwoLegs(t *testing.T) {
 			}
 		}
 	}
-	for legs := range 2 {
-		s := []*leg.Server{prefill, decode}[legs].Stats()
-		if s.Requests+s.Exports+s.Claims+s.Reading != 0 || s.Expired+s.Lost+s.Refused != 0 {
+	for _, side := range []*leg.Server{prefill, decode} {
+		s := side.Stats()
+		busy := func() bool { return s.Requests+s.Exports+s.Claims+s.Reading != 0 }
+		for deadline := time.Now().Add(5 * time.Second); busy() && time.Now().Before(deadline); s = side.Stats() {
+			time.Sleep(time.Millisecond) // the last release is on its way still
+		}
+		if busy() || s.Expired+s.Lost+s.Refused != 0 {
 			t.Errorf("%+v", s)
 		}
 	}
@@ -354,4 +358,36 @@ func TestLegsAreNotForClients(t *testing.T) {
 	if r := do(t, s.Handler(), "GET", "/server_info", ""); r.status != http.StatusNotFound {
 		t.Errorf("%d", r.status)
 	}
+}
+
+// FuzzLegs sends bodies with disaggregated_params to a server whose engines are not up yet: whatever comes is refused with
+// an error that names what is wrong, or has to wait for them.
+func FuzzLegs(f *testing.F) {
+	state, err := wire.Encode(&wire.KVState{Format: wire.KVStateFormat, Address: "a:1", Ranks: []wire.RankInfo{{}}})
+	if err != nil {
+		f.Fatal(err)
+	}
+	for _, params := range []string{
+		`{"request_type":"context_only","disagg_request_id":9223372036854775807,"return_prompt_token_ids_b64":true,"ctx_dp_rank":0,"schedule_style":0}`,
+		`{"request_type":"generation_only","first_gen_tokens":[7],"first_gen_log_probs":[[{"token_id":7,"logprob":-1e-45,"rank":null},{"token_id":8,"logprob":-1,"rank":1}]],` +
+			`"encoded_opaque_state":"` + base64.StdEncoding.EncodeToString(state) + `","ctx_usage":{"prompt_tokens_details":{"cached_tokens":3}},"conversation_id":"c"}`,
+		`{"request_type":"context_and_generation"}`, `{"request_type":"generation_only","first_gen_log_probs":[[{"rank":2147483647}]]}`, `{}`, `null`, `[]`,
+	} {
+		f.Add([]byte(`{"prompt":[1,2],"max_tokens":4,"logprobs":2,"disaggregated_params":` + params + `}`))
+		f.Add([]byte(`{"messages":[{"role":"user","content":"a"}],"prompt":"","prompt_token_ids_b64":"AQAAAA==","disaggregated_params":` + params + `}`))
+	}
+	legs, err := leg.NewServer(leg.ServerConfig{Core: leg.Config{Engines: []string{"none"}}, Logger: slog.New(slog.DiscardHandler)})
+	if err != nil {
+		f.Fatal(err)
+	}
+	f.Cleanup(legs.Close)
+	s := newTestServer(f, Legs{legs}, func(c *Config) { c.Limits = Limits{VocabSize: toyVocab, MaxBody: 1 << 20} })
+	f.Fuzz(func(t *testing.T, body []byte) {
+		for _, path := range []string{completionPath, chatPath} {
+			r := post(t, s.Handler(), path, string(body))
+			if e := r.failure(t); r.status != http.StatusServiceUnavailable && (r.status < 400 || r.status >= 500) || e.Message == "" {
+				t.Errorf("%s: %d %s", path, r.status, r.body)
+			}
+		}
+	})
 }

@@ -82,7 +82,6 @@ type order struct {
 	request *wire.SubmitRequest
 	want    wire.Tokens
 	job     uint64 // at P
-	legs    int    // generation legs under way
 }
 
 // answer is a generation leg at the client.
@@ -155,7 +154,7 @@ func newWorld(t *testing.T, seed uint64, push bool) *world {
 // fatal ends the test in words that say how to see it again.
 func (w *world) fatal(format string, args ...any) {
 	w.t.Helper()
-	w.fatal("world %d: "+format, append([]any{w.seed}, args...)...)
+	w.t.Fatalf("world %d: "+format, append([]any{w.seed}, args...)...)
 }
 
 // maybe is true once in n times.
