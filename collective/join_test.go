@@ -6,6 +6,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"regexp"
 	"strings"
 	"testing"
 	"time"
@@ -162,7 +163,8 @@ func TestJoinTimes(t *testing.T) {
 	r = <-join(within(t, 200*time.Millisecond), MeshConfig{
 		Size: 4, Local: []int{1}, Listener: listen(t), Secret: []byte("s"), Peers: []string{ln.Addr().String()},
 	})
-	if !errors.As(r.err, &j) || !errors.Is(r.err, context.DeadlineExceeded) || !strings.Contains(r.err.Error(), "connection refused") {
+	why := regexp.MustCompile("connection refused|i/o timeout") // the latter on a machine that is busy
+	if !errors.As(r.err, &j) || !errors.Is(r.err, context.DeadlineExceeded) || !why.MatchString(r.err.Error()) {
 		t.Errorf("rank 1: %v", r.err)
 	}
 	if _, err := ln.Accept(); !errors.Is(err, net.ErrClosed) {
