@@ -50,7 +50,7 @@ type Server struct {
 	slots    chan struct{} // holds one element for each open connection
 	exit     chan struct{} // closed when a client asked for SHUTDOWN
 
-	strangers strangers
+	strangers *wire.Strangers
 	chains    chains
 
 	ctx     context.Context // ends when Close begins
@@ -109,7 +109,7 @@ func NewServer(cfg ServerConfig) (*Server, error) {
 		links: make(map[PeerID]*link),
 	}
 	s.model.Store(new(modelID))
-	s.strangers.limit, s.strangers.log = cfg.MaxStrangers, cfg.Logger
+	s.strangers = wire.NewStrangers(cfg.MaxStrangers, cfg.Logger)
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	go s.run()
 	return s, nil

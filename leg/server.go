@@ -36,7 +36,7 @@ type ServerConfig struct {
 type Server struct {
 	cfg       ServerConfig
 	log       *slog.Logger
-	strangers strangers
+	strangers *wire.Strangers
 
 	ctx     context.Context // ends when Close begins
 	cancel  context.CancelFunc
@@ -72,7 +72,7 @@ func NewServer(cfg ServerConfig) (*Server, error) {
 	if s.log == nil {
 		s.log = slog.Default()
 	}
-	s.strangers.limit, s.strangers.log = cfg.MaxStrangers, s.log
+	s.strangers = wire.NewStrangers(cfg.MaxStrangers, s.log)
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	s.timer = time.AfterFunc(time.Hour, func() { s.step(Tick{}) })
 	return s, nil
