@@ -38,6 +38,7 @@ type relayFlags struct {
 	PrefillRouter   string        `aliases:"ctx-router" enum:"conversation,kv_cache_aware,load_balancing,round_robin" default:"conversation" help:"Relay: how prefill workers are chosen: ${enum}."`
 	DecodeRouter    string        `aliases:"gen-router" enum:"conversation,kv_cache_aware,load_balancing,round_robin" default:"load_balancing" help:"Relay: how decode workers are chosen."`
 	SilentReprefill string        `enum:"serve,refuse" default:"serve" help:"Relay: what to do when a prefill worker hands nothing over: ${enum}."`
+	LocalBelow      int           `name:"local-prefill-below" placeholder:"TOKENS" help:"Relay: a decode worker serves a whole request when fewer tokens of its prompt are not in its cache (vllm, trtllm; needs --decode-router kv_cache_aware)."`
 	StripHistory    bool          `aliases:"gen-strip-message-history" help:"Relay: decode workers of TensorRT-LLM get only the last message of a chat beside its ids."`
 	RolloutFields   bool          `help:"Relay: put token ids and log-probabilities that engines answer into the messages, where NeMo-Gym looks for them."`
 	NodeID          int           `name:"node-id" default:"0" placeholder:"N" help:"Relay: 0 to 255; relays of the same engines need different ones."`
@@ -97,7 +98,7 @@ func (f *relayFlags) relay(env *environment, sec *security, model string, shared
 	}
 	c := relay.Config{
 		Engine: f.Engine, Connector: f.Connector, Schedule: f.Schedule, PrefillRouter: f.PrefillRouter, DecodeRouter: f.DecodeRouter,
-		SilentReprefill: relay.SilentPolicy(f.SilentReprefill), StripHistory: f.StripHistory, RolloutFields: f.RolloutFields, NodeID: f.NodeID,
+		SilentReprefill: relay.SilentPolicy(f.SilentReprefill), LocalPrefillBelow: f.LocalBelow, StripHistory: f.StripHistory, RolloutFields: f.RolloutFields, NodeID: f.NodeID,
 		MaxRetries: f.MaxRetries, WorkerWait: f.WorkerWait, Logger: env.log, Registry: newRegistry(), TLS: sec.id.Client(),
 		Limits:   relay.Limits{MaxBody: int64(f.MaxBody), MaxAnswer: int64(f.MaxAnswer)},
 		Timeouts: relay.Timeouts{Leg: f.LegTimeout, Stream: f.StreamTimeout},

@@ -33,6 +33,9 @@ type Config struct {
 	// SilentReprefill is what happens to a request whose prefill worker answers without anything that a decode worker
 	// could take over: Serve lets a decode worker compute the prompt once more, Refuse fails the request.
 	SilentReprefill SilentPolicy
+	// LocalPrefillBelow lets a decode worker serve a whole request when less than so many tokens of its prompt are not in
+	// its cache, by what it reports; 0 never does. The decode router must be kv_cache_aware, the engines able to.
+	LocalPrefillBelow int
 	// StripHistory sends TensorRT-LLM's decode workers only the last message of a chat: the ids hold all of it.
 	StripHistory bool
 	// RolloutFields puts token ids and log-probabilities into the messages of chat answers that have them elsewhere,
@@ -168,6 +171,9 @@ func (c *Config) setDefaults() error {
 		if !slices.Contains(choice.of, choice.value) {
 			return fmt.Errorf("relay: Config.%s is %q; use one of %s", choice.field, choice.value, strings.Join(choice.of, ", "))
 		}
+	}
+	if err := c.checkLocal(); err != nil {
+		return err
 	}
 	return c.setNumbers()
 }

@@ -221,6 +221,9 @@ func (x *exchange) attempt() error {
 		if reason := d.whole(x.r); reason != "" {
 			return x.single(t, reason)
 		}
+		if served, err := x.local(d, t); served {
+			return err
+		}
 	}
 	source, err := x.acquire(prefillLeg)
 	if err != nil {

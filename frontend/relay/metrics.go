@@ -14,6 +14,7 @@ type metrics struct {
 	routes   *prometheus.CounterVec
 	silent   *prometheus.CounterVec
 	single   *prometheus.CounterVec
+	local    *prometheus.CounterVec
 	early    prometheus.Counter
 	legs     *prometheus.CounterVec
 
@@ -57,6 +58,7 @@ func newMetrics(r prometheus.Registerer, f *fleet) (*metrics, error) {
 		routes:    counters("routes_total", "Workers that were chosen, by leg and why.", "leg", "reason"),
 		silent:    counters("silent_reprefills_total", "Prefill legs that came back with nothing for a decode worker to take over.", "worker"),
 		single:    counters("single_leg_total", "Requests that one worker served alone, and why.", "reason"),
+		local:     counters("local_prefill_total", "Decisions about prompts that decode workers may compute.", "outcome"),
 		early:     counter("early_finishes_total", "Requests that were complete with the prefill leg."),
 		legs:      counters("legs_total", "Legs by worker and outcome.", "leg", "worker", "outcome"),
 		queue:     histograms("queue_seconds", "Until a worker was found, by leg.", "leg"),
