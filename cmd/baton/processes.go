@@ -196,7 +196,12 @@ func (c *frontendCmd) Run(env *environment) error {
 		return err
 	}
 	if c.relaying() {
-		return c.relay(env, sec, c.Model, c.frontendFlags)
+		tracer, flush, err := c.tracer(env, "relay", c.Listen)
+		if err != nil {
+			return err
+		}
+		defer flush()
+		return c.relay(env, sec, tracer, c.Model, c.frontendFlags)
 	}
 	if c.Model == "" {
 		return errNoModel

@@ -16,6 +16,7 @@ import (
 	"baton/frontend"
 	"baton/frontend/relay"
 	"baton/text"
+	"baton/tracing"
 )
 
 // frontendModelFlags are modelFlags, of which a relay needs none.
@@ -91,7 +92,7 @@ func openTokenizer(path string) (*text.Tokenizer, error) {
 }
 
 // relay runs the relay.
-func (f *relayFlags) relay(env *environment, sec *security, model string, shared frontendFlags) error {
+func (f *relayFlags) relay(env *environment, sec *security, tracer *tracing.Tracer, model string, shared frontendFlags) error {
 	keys, err := shared.keys()
 	if err != nil {
 		return err
@@ -103,7 +104,7 @@ func (f *relayFlags) relay(env *environment, sec *security, model string, shared
 		Limits:   relay.Limits{MaxBody: int64(f.MaxBody), MaxAnswer: int64(f.MaxAnswer)},
 		Timeouts: relay.Timeouts{Leg: f.LegTimeout, Stream: f.StreamTimeout},
 	}
-	c.ShadowRate = shared.ShadowRate
+	c.ShadowRate, c.Tracer = shared.ShadowRate, tracer
 	if c.Tokenizer, err = f.tokenizer(env, model, shared, c.Registry); err != nil {
 		return err
 	}

@@ -14,6 +14,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"baton/route"
+	"baton/tracing"
 )
 
 // Config says what fleet to stand before. Everything has a default.
@@ -66,6 +67,8 @@ type Config struct {
 	AuthorizeAdmin func(*http.Request) bool
 	// Logger gets a line a request; nil discards them.
 	Logger *slog.Logger
+	// Tracer gets a span a request and one a leg, which engines are told of; nil makes none.
+	Tracer *tracing.Tracer
 	// Registry gets the metrics and is what /metrics shows; nil makes one.
 	Registry *prometheus.Registry
 }

@@ -11,8 +11,13 @@ import (
 	"runtime/debug"
 	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"time"
+
+	"go.opentelemetry.io/otel/attribute"
+
+	"baton/tracing"
 )
 
 // exchange is one request and its answer. It belongs to the handler's goroutine, but for what together runs beside it.
@@ -61,7 +66,11 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request) {
 	defer context.AfterFunc(s.ctx, func() { cancel(context.Cause(s.ctx)) })()
 	x := &exchange{s: s, w: w, rc: http.NewResponseController(w), ctx: ctx, legs: ctx, direct: r.ProtoMajor == 1 && r.ProtoMinor == 1}
 	buf := bodies.Get().(*[]byte)
+	var span *tracing.Span
+	x.ctx, span = s.cfg.Tracer.Start(s.cfg.Tracer.FromHeader(ctx, r.Header), "HTTP "+r.URL.Path, true)
+	x.legs = x.ctx
 	err := x.run(r, buf)
+	span.End(err)
 	if cap(*buf) <= maxPooled {
 		bodies.Put(buf)
 	}
@@ -272,7 +281,7 @@ func (x *exchange) acquire(l legKind, avoid ...*worker) (*lease, error) {
 // call sends a leg and reads the head of its answer; whatever is not 200 is an error. sent may be nil; it is called
 // once the request is on its way.
 func (x *exchange) call(at *lease, l leg, sent func()) (*answer, error) {
-	c := &call{method: http.MethodPost, path: x.r.path, body: l.body, header: append(slices.Clone(x.r.header), l.header...), sent: sent}
+	c := &call{method: http.MethodPost, path: x.r.path, body: l.body, header: append(x.trace(at), l.header...), sent: sent}
 	a, err := at.w.endpoint.do(x.legs, c, x.s.cfg.Timeouts.Leg)
 	if err != nil {
 		return nil, x.fail(at, err)
@@ -286,6 +295,20 @@ func (x *exchange) call(at *lease, l leg, sent func()) (*answer, error) {
 		return nil, x.fail(at, err)
 	}
 	return nil, x.fail(at, &engineError{status: a.status, contentType: a.header.Get("Content-Type"), body: body})
+}
+
+// trace begins the span of a leg and returns the headers of its request, which name that span.
+func (x *exchange) trace(at *lease) []string {
+	header := slices.Clone(x.r.header)
+	t := x.s.cfg.Tracer
+	if t == nil {
+		return header
+	}
+	var ctx context.Context
+	ctx, at.span = t.Start(x.legs, at.leg.String()+" leg", false, attribute.String("baton.worker", at.w.URL),
+		attribute.String("baton.route", at.choice.Reason), attribute.Int("baton.predicted_blocks", at.choice.Match))
+	header = slices.DeleteFunc(header, func(h string) bool { return strings.HasPrefix(h, "Traceparent:") })
+	return append(header, "Traceparent: "+t.Parent(ctx))
 }
 
 // fail ends a lease after an error of its leg and says what the error means for the request.

@@ -9,7 +9,10 @@ import (
 	"sync"
 	"time"
 
+	"go.opentelemetry.io/otel/attribute"
+
 	"baton/route"
+	"baton/tracing"
 )
 
 // legKind is one of a request's two legs.
@@ -48,6 +51,7 @@ type lease struct {
 	content int64
 	trial   bool
 	ended   bool
+	span    *tracing.Span
 }
 
 // outcome is how a leg went for the worker.
@@ -160,6 +164,10 @@ func (l *lease) end(o outcome) {
 		return
 	}
 	l.ended = true
+	if l.span != nil {
+		l.span.Note(attribute.Bool("baton.failed", o == failedLeg))
+		l.span.End(nil)
+	}
 	f.routers[l.leg].Done(l.choice)
 	w.requests[l.leg]--
 	w.content -= l.content
