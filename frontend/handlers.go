@@ -100,7 +100,9 @@ func (s *Server) answer(x *exchange, g *generation, idPrefix string) error {
 	} else if err = s.run(x.ctx, a, func(*choice, bool) error { return nil }); err == nil {
 		s.prompts.remember(a.choices[0])
 		body := a.appendWhole(nil)
-		a.keepState()
+		if x.ctx.Err() == nil {
+			a.keepState()
+		}
 		err = x.json(body)
 	}
 	err = g.blame(err)

@@ -72,7 +72,7 @@ func checkState(job *Job, reg *wire.RegisterRole) *RequestError {
 	switch {
 	case s.WeightVersion != reg.WeightVersion:
 		return gone("the KV was made by version %d of the weights, and this engine has version %d", s.WeightVersion, reg.WeightVersion)
-	case s.Prompt != PromptDigest(job.Request.Salt, job.Request.Prompt):
+	case s.Prompt != job.Prompt:
 		return invalid("prompt", "the prompt, of %d tokens, or its cache_salt, is not the one whose KV the state names: send prompt_token_ids as the context leg returned them", prompt)
 	case s.Export.Tokens != tokens:
 		return invalid(stateField, "the state holds KV of %d tokens; the prompt and first_gen_tokens but for the last are %d", s.Export.Tokens, tokens)
@@ -185,6 +185,7 @@ func (c *Core) granted(r *request, m *wire.ClaimAck) {
 		ID: r.id, Prompt: job.Request.Prompt, Sampling: job.Request.Sampling, Session: job.Request.Session, Salt: job.Request.Salt,
 		Generated: job.First.Tokens,
 		Source:    wire.Source{Engine: s.Engine, Incarnation: s.Incarnation, Ranks: s.Ranks, Export: s.Export},
+		Trace:     job.Request.Trace,
 	})
 }
 

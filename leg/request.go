@@ -40,6 +40,8 @@ type Job struct {
 	Request *wire.SubmitRequest
 	// Group is the data-parallel group that is to run it; -1 leaves the choice to the session, or to the load.
 	Group int
+	// Prompt is the PromptDigest of the request, if somebody has had the time to compute it. Whole requests need none.
+	Prompt [32]byte
 	// State, of a generation leg, is what its context leg left; nil when that left nothing. Digest is that of its bytes.
 	State  *wire.KVState
 	Digest [32]byte
@@ -96,6 +98,9 @@ func (c *Core) submit(id uint64, job Job) {
 	if err != nil {
 		refuse(err)
 		return
+	}
+	if job.Kind != Whole && job.Prompt == ([32]byte{}) {
+		job.Prompt = PromptDigest(job.Request.Salt, job.Request.Prompt)
 	}
 	r := &request{id: id, group: g, job: job, tokens: len(job.Request.Prompt)}
 	if job.Kind == Generation {

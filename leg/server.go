@@ -196,6 +196,9 @@ func (s *Server) receive(conn *wire.Conn, event func(wire.Message) Event) error 
 // Submit starts a job and returns the stream of its results. When ctx ends, so does the job. A refusal arrives as the
 // stream's error.
 func (s *Server) Submit(ctx context.Context, job Job) (*Stream, error) {
+	if job.Kind != Whole {
+		job.Prompt = PromptDigest(job.Request.Salt, job.Request.Prompt) // off the lock
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.closed {

@@ -69,7 +69,7 @@ func (c *Core) state(r *request, res *wire.Result) *wire.KVState {
 	return &wire.KVState{
 		Format: wire.KVStateFormat, Address: c.cfg.Address, Engine: reg.Name, Incarnation: c.cfg.Incarnation, Request: r.id,
 		Geometry: reg.Geometry, Transport: reg.Transport, WeightVersion: reg.WeightVersion, Logprobs: reg.Logprobs, Ranks: reg.Ranks,
-		Export: *res.Export, Prompt: PromptDigest(r.job.Request.Salt, r.job.Request.Prompt),
+		Export: *res.Export, Prompt: r.job.Prompt,
 		CachedTokens: res.CachedTokens, PromptLogprobs: res.PromptLogprobs, PromptTop: res.PromptTop, Stats: res.Stats,
 	}
 }
