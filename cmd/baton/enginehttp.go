@@ -14,6 +14,7 @@ import (
 	"baton/engine"
 	"baton/frontend"
 	"baton/leg"
+	"baton/tracing"
 	"baton/wire"
 )
 
@@ -64,6 +65,7 @@ type httpEngine struct {
 	address string       // of links
 	model   *loaded
 	shard   *engine.Shard
+	tracer  *tracing.Tracer
 }
 
 // overHTTP opens the ports.
@@ -160,7 +162,7 @@ func (h *httpEngine) frontend(server *leg.Server, reg *prometheus.Registry) (*fr
 	if err != nil {
 		return nil, err
 	}
-	c.Backend, c.Registry = frontend.Legs{Server: server}, reg
+	c.Backend, c.Registry, c.Tracer = frontend.Legs{Server: server}, reg, h.tracer
 	c.ServerInfo = func() any { return h.info(server) }
 	return frontend.New(c)
 }

@@ -140,6 +140,9 @@ func (c *engineCmd) Run(env *environment) error {
 		return err
 	}
 	defer flush()
+	if over != nil {
+		over.tracer = tracer
+	}
 	base.Logger, base.Metrics, base.Tracer, base.TransferHost = env.log, engine.NewMetrics(reg), tracer, c.TransferHost
 	base.TransferTLS = sec.id
 	base.Role, base.Name, base.Shard, base.Placement = c.Role, name, shape, placement

@@ -61,6 +61,23 @@ func collect(t *testing.T) (url string, spans func() []spanRecord) {
 	}
 }
 
+// So they are where a relay runs the legs of engines over HTTP.
+func TestTracesOfLegs(t *testing.T) {
+	url, spans := collect(t)
+	t.Setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
+	model := goldenPath("qwen3")
+	prefill, decode := httpPart(t, nil, model, "prefill", "--kv-memory=16MiB"), httpPart(t, nil, model, "decode", "--kv-memory=16MiB")
+	f := relayed(t, nil, prefill, decode)
+	f.complete(t, map[string]any{"prompt": prompt(70, 5), "max_tokens": 8, "temperature": 0})
+	for _, p := range []*part{f.parts["frontend"], prefill.parts["prefill"], decode.parts["decode"]} {
+		p.end(t)
+	}
+	checkTree(t, spans(), "baton-relay/HTTP /v1/completions", map[string]string{
+		"baton-relay/prefill leg": "HTTP /v1/completions", "baton-relay/decode leg": "HTTP /v1/completions",
+		"baton-engine/HTTP /v1/completions": "prefill leg", "baton-engine/engine prefill": "generate", "baton-engine/engine decode": "generate",
+	})
+}
+
 // The spans of a request are one tree, over all processes.
 func TestTraces(t *testing.T) {
 	url, spans := collect(t)
@@ -70,19 +87,24 @@ func TestTraces(t *testing.T) {
 	for _, name := range []string{"frontend", "coordinator", "prefill1", "decode2"} {
 		f.parts[name].end(t) // which sends what is left
 	}
-	byID, root := map[string]spanRecord{}, spanRecord{}
-	for _, s := range spans() {
-		byID[s.id] = s
-		if s.name == "HTTP /v1/completions" {
-			root = s
-		}
-	}
-	want := map[string]string{ // to whom each belongs
+	checkTree(t, spans(), "baton-frontend/HTTP /v1/completions", map[string]string{
 		"baton-frontend/tokenize": "HTTP /v1/completions", "baton-frontend/generate": "HTTP /v1/completions",
 		"baton-coordinator/coordinate": "generate", "baton-coordinator/queue for prefill": "coordinate", "baton-coordinator/prefill": "coordinate",
 		"baton-coordinator/queue for decode": "coordinate", "baton-coordinator/handoff": "coordinate", "baton-coordinator/decode": "coordinate",
 		"baton-engine/engine prefill": "generate", "baton-engine/prefill": "engine prefill", "baton-engine/export": "engine prefill",
 		"baton-engine/engine decode": "generate", "baton-engine/handoff": "engine decode", "baton-engine/decode": "engine decode",
+	})
+}
+
+// checkTree looks for the root, and for spans that belong to the named parents within its trace.
+func checkTree(t *testing.T, spans []spanRecord, rootName string, want map[string]string) {
+	t.Helper()
+	byID, root := map[string]spanRecord{}, spanRecord{}
+	for _, s := range spans {
+		byID[s.id] = s
+		if s.service+"/"+s.name == rootName {
+			root = s
+		}
 	}
 	for _, s := range byID {
 		if s.trace != root.trace {
