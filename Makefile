@@ -20,11 +20,11 @@ run: build model ## serve SmolLM2 at LISTEN with prefill and decode apart, ask i
 	  --ask "What is the capital of France?"
 
 test: build model lint ## everything that must hold, in a few minutes
-	go test ./...
+	go test -timeout 30m ./...
 	$(MAKE) race
 
 race: ## the packages that own goroutines, under the race detector
-	CGO_ENABLED=1 go test -race -short ./collective/... ./coordinator/... ./engine/... ./frontend/... ./handoff/... ./kvcache/... ./leg/... ./loadgen/... ./mtls/... ./route/... ./transfer/... ./wire/...
+	CGO_ENABLED=1 go test -timeout 30m -race -short ./collective/... ./coordinator/... ./engine/... ./frontend/... ./handoff/... ./kvcache/... ./leg/... ./loadgen/... ./mtls/... ./route/... ./transfer/... ./wire/...
 
 SEEDS ?= 2000
 sim: ## the whole protocol in virtual time, under faults: SEEDS random runs
