@@ -186,7 +186,6 @@ func (c *Core) granted(r *request, m *wire.ClaimAck) {
 		Generated: job.First.Tokens,
 		Source:    wire.Source{Engine: s.Engine, Incarnation: s.Incarnation, Ranks: s.Ranks, Export: s.Export},
 		Trace:     job.Request.Trace,
-		Trace:     job.Request.Trace,
 	})
 }
 
