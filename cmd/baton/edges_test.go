@@ -22,7 +22,7 @@ func TestOneNameTwoEngines(t *testing.T) {
 	f := processes(t, goldenPath("qwen3"), []string{wire.RolePrefill, wire.RoleDecode}, "--kv-memory=64MiB")
 	ask := func() {
 		t.Helper()
-		if got := f.complete(t, map[string]any{"prompt": prompt(40, 0), "max_tokens": 5}); len(got.Choices[0].TokenIDs) != 5 {
+		if got := f.complete(t, map[string]any{"prompt": prompt(40, 0), "max_tokens": 5, "ignore_eos": true}); len(got.Choices[0].TokenIDs) != 5 {
 			t.Fatalf("%+v", got)
 		}
 	}
@@ -106,7 +106,7 @@ func TestFrontendComesFirst(t *testing.T) {
 	start(t, "coordinator", "--listen="+addr).await(t, `coordinator at (\S+)`)
 	start(t, "engine", "--name=e", "--coordinator="+addr, "--model="+goldenPath("qwen3"), "--kv-memory=64MiB")
 	f.awaitHealth(t)
-	f.complete(t, map[string]any{"prompt": prompt(40, 0), "max_tokens": 5})
+	f.complete(t, map[string]any{"prompt": prompt(40, 0), "max_tokens": 5, "ignore_eos": true})
 	if log := front.Log.Tail(); strings.Count(log, "level=WARN msg=\"no coordinator") != 1 || strings.Count(log, "coordinator connected") != 1 {
 		t.Errorf("it says:\n%s", log)
 	}

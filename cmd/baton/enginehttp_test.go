@@ -82,7 +82,7 @@ func TestGoldensInTwoLegs(t *testing.T) {
 			if err != nil || fmt.Sprint(ids) != fmt.Sprint(g.Cases[0].Generated) {
 				t.Errorf("a stream of %v, %v; want %v", ids, err, g.Cases[0].Generated)
 			}
-			h := f.complete(t, map[string]any{"prompt": prompt(70, 1), "max_tokens": 4, "return_handoff": true}).Choices[0].Handoff
+			h := f.complete(t, map[string]any{"prompt": prompt(70, 1), "max_tokens": 4, "ignore_eos": true, "return_handoff": true}).Choices[0].Handoff
 			if h == nil || h.PrefillEngine != "prefill" || !strings.HasPrefix(h.DecodeEngine, "decode") || h.BytesMoved == 0 || h.PromptComputed != 70 {
 				t.Errorf("the handoff was %+v", h)
 			}
@@ -141,7 +141,7 @@ func TestAbandonedLegsLeaveNothing(t *testing.T) {
 	if exported != 30 || ended != 30 {
 		t.Errorf("%v exports, of which %v ended", exported, ended)
 	}
-	if c := prefill.twoLegs(t, decode, map[string]any{"prompt": prompt(300, 9), "max_tokens": 5}); len(c.Choices[0].TokenIDs) != 5 {
+	if c := prefill.twoLegs(t, decode, map[string]any{"prompt": prompt(300, 9), "max_tokens": 5, "ignore_eos": true}); len(c.Choices[0].TokenIDs) != 5 {
 		t.Errorf("afterwards: %+v", c)
 	}
 }
@@ -160,7 +160,7 @@ func (f *fleet) twoLegs(t *testing.T, decode *fleet, body map[string]any) comple
 func TestPrefillEngineDiesBetweenTheLegs(t *testing.T) {
 	model := goldenPath("llama")
 	prefill, decode := httpPart(t, nil, model, wire.RolePrefill), httpPart(t, nil, model, wire.RoleDecode)
-	body := map[string]any{"prompt": prompt(50, 1), "max_tokens": 5}
+	body := map[string]any{"prompt": prompt(50, 1), "max_tokens": 5, "ignore_eos": true}
 	second, err := prefill.context(t.Context(), body)
 	if err != nil {
 		t.Fatal(err)

@@ -98,7 +98,7 @@ func TestGoldensOverTLS(t *testing.T) {
 			f.url = front.await(t, `frontend at (https://\S+)`)
 			f.awaitHealth(t)
 			goldenRun(t, f, g)
-			moved := f.complete(t, map[string]any{"prompt": []int{7, 8, 9}, "max_tokens": 4, "return_handoff": true}).Choices[0].Handoff
+			moved := f.complete(t, map[string]any{"prompt": []int{7, 8, 9}, "max_tokens": 4, "ignore_eos": true, "return_handoff": true}).Choices[0].Handoff
 			if moved == nil || moved.BytesMoved == 0 {
 				t.Errorf("nothing went over the data plane: %+v", moved)
 			}
@@ -357,7 +357,7 @@ func TestFloodAtTheCoordinator(t *testing.T) {
 		"--model="+goldenPath("llama"), "--served-model-name=m")...)
 	f.url = front.await(t, `frontend at (https://\S+)`)
 	f.awaitHealth(t)
-	f.complete(t, map[string]any{"prompt": []int{1, 2, 3}, "max_tokens": 4})
+	f.complete(t, map[string]any{"prompt": []int{1, 2, 3}, "max_tokens": 4, "ignore_eos": true})
 }
 
 // What strangers do to the metrics port is in the process's own log, where debug lines are wanted.
