@@ -109,9 +109,9 @@ func (c *Core) refusal(r *request) *wire.RequestError {
 // lacking, which may still come.
 func (c *Core) check(r *request) *wire.RequestError {
 	if n := c.fleet.maxSeqLen; n > 0 && r.context > n {
-		return invalid("prompt", "the prompt has %d tokens; the model serves up to %d", r.context, n)
+		return invalid("prompt", "the prompt has %d tokens; the context length is %d", r.context, n)
 	} else if least := r.msg.Sampling.MinTokens; n > 0 && r.prompt+least > n {
-		return invalid("min_tokens", "the prompt has %d tokens and min_tokens asks for %d more; the model serves up to %d in all", r.prompt, least, n)
+		return invalid("min_tokens", "the prompt has %d tokens and min_tokens asks for %d more; the context length is %d", r.prompt, least, n)
 	}
 	for _, p := range [...]*pool{&c.entry, &c.decode} {
 		if p == &c.entry && r.state != queued {

@@ -378,6 +378,22 @@ func TestModelsByName(t *testing.T) {
 	}
 }
 
+// TestContextLengthIsNamed: NeMo Gym ends a rollout, and does not fail it, when a 400 speaks of the context length (57).
+func TestContextLengthIsNamed(t *testing.T) {
+	s := newTestServer(t, newToyBackend(), nil)
+	long := strings.Repeat("z", 5000)
+	for _, body := range []string{
+		`{"messages":[{"role":"user","content":"` + long + `"}]}`,
+		`{"messages":[{"role":"user","content":"` + long[:4000] + `"}],"max_tokens":200}`,
+		`{"messages":[{"role":"user","content":"` + long[:4000] + `"}],"max_completion_tokens":200}`,
+		`{"messages":[{"role":"user","content":"` + long[:4000] + `"}],"min_tokens":200}`,
+	} {
+		if r := post(t, s.Handler(), chatPath, body); r.status != 400 || !strings.Contains(string(r.body), "context length") {
+			t.Errorf("%d %s", r.status, r.body)
+		}
+	}
+}
+
 // TestMinTokensMustFit: what no context holds is refused by name, not cut short.
 func TestMinTokensMustFit(t *testing.T) {
 	s := newTestServer(t, newToyBackend(), func(c *Config) { c.Limits.MaxModelLen = 100 })

@@ -364,13 +364,13 @@ func (p *params) checkLength(param string, promptTokens int) error {
 	case limit == 0:
 		return nil
 	case promptTokens >= limit:
-		e = invalid(param, "the prompt has %d tokens, and this model's context holds %d: at most %d leave room for an answer",
+		e = invalid(param, "the prompt has %d tokens, and this model's context length is %d: at most %d leave room for an answer",
 			promptTokens, limit, limit-1).(*apiError)
 	case promptTokens+p.sampling.MinTokens > limit:
-		e = invalid("min_tokens", "the prompt has %d tokens and min_tokens asks for %d more, but this model's context holds %d: ask for at most %d",
+		e = invalid("min_tokens", "the prompt has %d tokens and min_tokens asks for %d more, but this model's context length is %d: ask for at most %d",
 			promptTokens, p.sampling.MinTokens, limit, limit-promptTokens).(*apiError)
 	case promptTokens+p.maxTokens > limit:
-		e = invalid(p.limitField, "the prompt has %d tokens and %s asks for %d more, but this model's context holds %d: ask for at most %d",
+		e = invalid(p.limitField, "the prompt has %d tokens and %s asks for %d more, but this model's context length is %d: ask for at most %d",
 			promptTokens, p.limitField, p.maxTokens, limit, limit-promptTokens).(*apiError)
 	default:
 		return nil
