@@ -5,6 +5,7 @@ import (
 	"encoding/json/jsontext"
 	"slices"
 
+	"baton/leg"
 	"baton/text"
 )
 
@@ -191,5 +192,5 @@ func (a *answer) appendRollout(b []byte, c *choice) []byte {
 // rollout reports whether messages carry ids: the client takes tokens for ids, as NeMo Gym does, and wants their
 // log-probabilities.
 func (g *generation) rollout() bool {
-	return g.chat && !g.stream && g.sampling.Logprobs && g.tokensAsIDs && g.leg == nil
+	return g.chat && !g.stream && g.sampling.Logprobs && g.tokensAsIDs && !g.isLeg(leg.Context)
 }
