@@ -18,7 +18,7 @@ func urls(n int) []string {
 	return list
 }
 
-// TestIndex has the vectors of the clients that this rule comes from.
+// TestIndex has the vectors of the clients that this rule comes from (39).
 func TestIndex(t *testing.T) {
 	for _, tt := range []struct {
 		session string
@@ -32,6 +32,26 @@ func TestIndex(t *testing.T) {
 		for n, want := range tt.want {
 			if got := Index(tt.session, n); got != want {
 				t.Errorf("session %q of %d: %d, want %d", tt.session, n, got, want)
+			}
+		}
+	}
+}
+
+// TestProcessesAgree: a session has one URL at all its turns, in every process that has the list (40).
+func TestProcessesAgree(t *testing.T) {
+	processes := make([]*Sessions, 3)
+	for i := range processes {
+		var err error
+		if processes[i], err = NewSessions(urls(6)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for turn := range 4 {
+		for i := range 50 {
+			session := fmt.Sprintf("session-%d", i)
+			want := urls(6)[Index(session, 6)]
+			if got := processes[(turn+i)%len(processes)].URL(session); got != want {
+				t.Errorf("%s, turn %d: %s, want %s", session, turn, got, want)
 			}
 		}
 	}

@@ -203,7 +203,7 @@ func FuzzUsage(f *testing.F) {
 	})
 }
 
-// However a stream is cut, the merged one is the same.
+// Behaviour 37: the prompt's usage is the prefill leg's. However a stream is cut, the merged one is the same.
 func TestUsageMerger(t *testing.T) {
 	const (
 		event = "data: {\"choices\":[{\"delta\":{\"content\":\"say \\\"usage\\\":{\"}}],\"usage\":null}\n\n"
