@@ -47,7 +47,7 @@ type choice struct {
 	stopToken  int32  // the request's own stop id that ended it, -1 otherwise
 	stopString string // or the stop string
 	ended      bool   // a token of it that is not shown did
-	said       said   // what is to be remembered
+	kept       kept   // what is to be remembered
 
 	held    legStream   // of a context leg, until the answer has gone out
 	sampled wire.Result // what a context leg ended with
@@ -180,7 +180,7 @@ func (c *choice) token(res *wire.Result, i int) {
 		c.pending.ids = append(c.pending.ids, id)
 	}
 	if c.g.turn != nil {
-		c.said.ids = append(c.said.ids, id)
+		c.kept.ids = append(c.kept.ids, id)
 	}
 	if c.g.sampling.Logprobs && i < len(res.Logprobs) {
 		t := tokenLogprob{id: id, offset: c.offset, logprob: res.Logprobs[i]}
@@ -223,13 +223,20 @@ func (c *choice) add(s string) {
 		return
 	}
 	c.pending.text = append(c.pending.text, s...)
-	c.keep(&c.said.content, s)
+	c.keep(&c.kept.content, s)
+}
+
+// kept is what was answered so far.
+type kept struct {
+	content, reasoning []byte
+	calls              []text.ToolCall
+	ids                []int32
 }
 
 // keep adds to what is to be remembered.
-func (c *choice) keep(to *string, s string) {
+func (c *choice) keep(to *[]byte, s string) {
 	if c.g.turn != nil {
-		*to += s
+		*to = append(*to, s...)
 	}
 }
 
@@ -239,16 +246,16 @@ func (c *choice) sort(deltas []text.Delta) {
 		switch d := &deltas[i]; d.Kind {
 		case text.DeltaReasoning:
 			c.pending.reasoning = append(c.pending.reasoning, d.Text...)
-			c.keep(&c.said.reasoning, d.Text)
+			c.keep(&c.kept.reasoning, d.Text)
 		case text.DeltaToolCall:
 			c.pending.calls = append(c.pending.calls, d.Call)
 			if c.g.turn != nil {
-				c.said.calls = append(c.said.calls, d.Call)
+				c.kept.calls = append(c.kept.calls, d.Call)
 			}
 			c.called = true
 		default:
 			c.pending.text = append(c.pending.text, d.Text...)
-			c.keep(&c.said.content, d.Text)
+			c.keep(&c.kept.content, d.Text)
 		}
 	}
 }

@@ -137,8 +137,17 @@ func begins(messages []byte, s *text.Script) bool {
 	if messages := messages[1 : len(own)+1]; !bytes.Equal(messages[last:], own[last:]) || !bytes.Equal(messages[:last], own[:last]) {
 		return false
 	}
-	rest := bytes.TrimLeft(messages[len(own)+1:], " \t\r\n")
-	return len(rest) > 0 && (rest[0] == ',' || rest[0] == ']')
+	return goesOn(messages[len(own)+1:])
+}
+
+// goesOn reports whether an array ends here, or has a comma and something behind it.
+func goesOn(rest []byte) bool {
+	rest = bytes.TrimLeft(rest, " \t\r\n")
+	if len(rest) == 0 || rest[0] != ',' {
+		return len(rest) > 0 && rest[0] == ']'
+	}
+	rest = bytes.TrimLeft(rest[1:], " \t\r\n")
+	return len(rest) > 0 && rest[0] != ']'
 }
 
 // latest is the last turn of a scope, if it has an id.

@@ -114,7 +114,7 @@ type prompted struct {
 // converse renders and encodes a chat, from what is known of it, and remembers it.
 func (p *Prompter) converse(ctx context.Context, c *Chat, k *known, who scope) (prompted, error) {
 	tok, ok := p.tok.(Transcriber)
-	if !ok {
+	if !ok || p.conversations == nil {
 		ids, err := p.render(ctx, c)
 		return prompted{ids: ids}, err
 	}
@@ -137,7 +137,7 @@ func (p *Prompter) converse(ctx context.Context, c *Chat, k *known, who scope) (
 		return prompted{}, chatFault(ctx, err)
 	}
 	p.countTurn(reuse, prefix, prev, who)
-	if p.conversations == nil || reuse.Reason == text.Continued {
+	if reuse.Reason == text.Continued {
 		return prompted{ids: script.IDs()}, nil
 	}
 	if prev != nil && prev.script == script && prev.scope == who {
@@ -224,7 +224,7 @@ func (p *Prompter) countTurn(reuse text.Reuse, prefix text.Prefix, prev *turn, w
 	p.metrics.rendered.WithLabelValues(string(reason)).Inc()
 	p.metrics.keptTokens.Add(float64(reuse.IDs))
 	switch {
-	case len(prefix.IDs) == 0 || reuse.Reason == text.Continued || prev != nil && len(prefix.IDs) <= prev.prefix:
+	case len(prefix.IDs) == 0 || prev != nil && len(prefix.IDs) <= prev.prefix:
 	case reuse.Spliced:
 		p.metrics.splices.WithLabelValues(spliceSampled).Inc()
 	default:
@@ -238,7 +238,7 @@ func (p *Prompter) remember(c *choice) {
 	if t == nil || len(c.g.prompts) != 1 || c.g.n != 1 || c.stopString != "" || !c.complete {
 		return
 	}
-	a := c.said
+	a := said{content: string(c.kept.content), reasoning: string(c.kept.reasoning), calls: c.kept.calls, ids: c.kept.ids}
 	switch c.finish {
 	case wire.FinishStop, finishToolCalls:
 		if n := len(a.ids); n > 0 && c.ended {

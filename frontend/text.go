@@ -28,26 +28,50 @@ func (d modelDetokenizer) Push(id int32) string { return d.Detokenizer.Push(id) 
 var errNoTemplate = errors.New("this model has no chat template: send the whole prompt to /v1/completions")
 
 func (t modelTokenizer) RenderChat(ctx context.Context, c *Chat) ([]int32, error) {
-	s, _, err := t.Transcribe(ctx, nil, c, c.prefix)
+	if len(c.prefix.IDs) > 0 {
+		s, _, err := t.Transcribe(ctx, nil, c, c.prefix)
+		if err != nil {
+			return nil, err
+		}
+		return s.IDs(), nil
+	}
+	template, err := t.template()
 	if err != nil {
 		return nil, err
 	}
-	return s.IDs(), nil
+	prompt, err := template.Render(ctx, c.forTemplate())
+	if err != nil {
+		return nil, templateFault(err)
+	}
+	return t.EncodePrompt(prompt)
+}
+
+func (t modelTokenizer) template() (*text.Template, error) {
+	template, err := t.Template("")
+	if errors.Is(err, text.ErrNoTemplate) {
+		return nil, errNoTemplate
+	}
+	if err != nil {
+		return nil, templateFault(err)
+	}
+	return template, nil
+}
+
+// forTemplate is what the template is given.
+func (c *Chat) forTemplate() text.Chat {
+	return text.Chat{
+		Messages: c.Messages, Tools: c.Tools, Documents: c.Documents, Extra: c.Kwargs, Hidden: rolloutFields,
+		AddGenerationPrompt: c.AddGenerationPrompt, ContinueFinalMessage: c.ContinueFinalMessage,
+	}
 }
 
 // Transcribe implements Transcriber.
 func (t modelTokenizer) Transcribe(ctx context.Context, prev *text.Script, c *Chat, p text.Prefix) (*text.Script, text.Reuse, error) {
-	template, err := t.Template("")
-	if errors.Is(err, text.ErrNoTemplate) {
-		return nil, text.Reuse{}, errNoTemplate
-	}
+	template, err := t.template()
 	if err != nil {
-		return nil, text.Reuse{}, templateFault(err)
+		return nil, text.Reuse{}, err
 	}
-	s, reuse, err := t.Tokenizer.Transcribe(ctx, template, prev, text.Chat{
-		Messages: c.Messages, Tools: c.Tools, Documents: c.Documents, Extra: c.Kwargs, Hidden: rolloutFields,
-		AddGenerationPrompt: c.AddGenerationPrompt, ContinueFinalMessage: c.ContinueFinalMessage,
-	}, p)
+	s, reuse, err := t.Tokenizer.Transcribe(ctx, template, prev, c.forTemplate(), p)
 	if err != nil {
 		return nil, reuse, templateFault(err)
 	}

@@ -124,7 +124,11 @@ func (s *Script) begins(messages []byte) bool {
 		return false
 	}
 	rest := bytes.TrimLeft(messages[len(own):], whiteSpace)
-	return len(rest) > 0 && (rest[0] == ']' || rest[0] == ',' && len(s.ends) > 0)
+	if len(rest) == 0 || rest[0] != ',' {
+		return len(rest) > 0 && rest[0] == ']'
+	}
+	rest = bytes.TrimLeft(rest[1:], whiteSpace)
+	return len(s.ends) > 0 && len(rest) > 0 && rest[0] != ']' // an array does not end with a comma
 }
 
 // Transcribe renders a chat and encodes it. When the chat follows prev, which may be nil, only what is new costs
@@ -136,18 +140,49 @@ func (s *Script) begins(messages []byte) bool {
 // ones is put behind the old text. Whether a template lets itself be treated so is tried out once; at each turn the text
 // must fit at the seam. A date that the template writes is that of the conversation's first turn.
 func (t *Tokenizer) Transcribe(ctx context.Context, tm *Template, prev *Script, c Chat, p Prefix) (*Script, Reuse, error) {
-	reuse := Reuse{Reason: prev.Follows(tm, &c)}
-	if !c.ContinueFinalMessage {
-		return (&rendering{t: t, tm: tm, chat: c}).run(ctx, prev, p, reuse)
+	r := &rendering{t: t, tm: tm, chat: c}
+	if c.ContinueFinalMessage {
+		reuse := Reuse{Reason: Continued}
+		s, err := r.final(ctx, p, &reuse)
+		return s, reuse, err
 	}
-	reuse.Reason = Continued
-	prompt, err := tm.Render(ctx, c)
+	return r.run(ctx, prev, p, Reuse{Reason: prev.Follows(tm, &c)})
+}
+
+// final renders a chat whose last message is to be continued. Nothing can follow it.
+func (r *rendering) final(ctx context.Context, p Prefix, reuse *Reuse) (*Script, error) {
+	prompt, err := r.tm.Render(ctx, r.chat)
 	if err != nil {
-		return nil, reuse, err
+		return nil, err
 	}
-	s := &Script{template: tm, prompt: prompt, body: -1, why: Continued}
-	s.ids, s.syncs, err = t.encodeFrom(prompt, nil, nil)
-	return s, reuse, err
+	s := &Script{template: r.tm, prompt: prompt, body: -1, why: Continued}
+	if len(p.IDs) == 0 {
+		s.ids, s.syncs, err = r.t.encodeFrom(prompt, nil, nil)
+		return s, err
+	}
+	if _, err := r.scan(nil, 0); err != nil {
+		return nil, err
+	}
+	switch last := len(r.ends) - 1; {
+	case p.Message < 0 || p.Message > last:
+		return nil, &PrefixError{Message: p.Message, EOS: r.t.special.EOS, Reason: "there is no such message"}
+	case p.Message == last: // the sampled ids are what is to be continued
+		s.ids = p.IDs
+		if n := len(s.ids) - 1; s.ids[n] == r.t.special.EOS {
+			s.ids = s.ids[:n]
+		}
+		canonical, _, err := r.t.encodeFrom(prompt, nil, nil)
+		reuse.IDs, reuse.Spliced = len(s.ids), !slices.Equal(s.ids, canonical)
+		return s, err
+	}
+	until := r.chat
+	until.Messages = slices.Concat(until.Messages[:r.ends[p.Message]], []byte{']'})
+	until.ContinueFinalMessage = false
+	shown, err := r.tm.Render(ctx, until)
+	if err != nil {
+		return nil, err
+	}
+	return s, r.encode(s, encoded{}, shown, p, reuse)
 }
 
 // run renders a chat, from prev if reuse says so.

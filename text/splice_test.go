@@ -310,6 +310,40 @@ func TestTranscribePrefix(t *testing.T) {
 	}
 }
 
+// TestContinuedPrefix: what was sampled is continued, or stays before the message that is.
+func TestContinuedPrefix(t *testing.T) {
+	tok := tinyTokenizer(t, "llama")
+	tm, err := tok.NewTemplate("t", chatML)
+	if err != nil {
+		t.Fatal(err)
+	}
+	eos, _ := tok.TokenID("<|im_end|>")
+	tok.special.EOS = eos
+	const first, more = `{"role":"user","content":"q"},{"role":"assistant","content":"an answer"}`, `,{"role":"user","content":"r"},{"role":"assistant","content":"so"}`
+	prompt, _, err := tok.Transcribe(t.Context(), tm, nil, Chat{Messages: []byte(`[{"role":"user","content":"q"}]`), AddGenerationPrompt: true}, Prefix{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	sampled := slices.Clone(prompt.IDs())
+	for _, c := range []byte("an answer") {
+		sampled = append(sampled, tok.model.bytes[c])
+	}
+	for _, c := range []struct {
+		messages, want string
+	}{
+		{first, "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\nan answer"},
+		{first + more, "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\nan answer<|im_end|>\n<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\nso"},
+	} {
+		s, reuse, err := tok.Transcribe(t.Context(), tm, nil, Chat{Messages: []byte("[" + c.messages + "]"), ContinueFinalMessage: true}, Prefix{IDs: append(slices.Clone(sampled), eos), Message: 1})
+		if err != nil || reuse.Reason != Continued || !reuse.Spliced {
+			t.Fatalf("%+v, %v", reuse, err)
+		}
+		if !hasPrefix(s.IDs(), sampled) || tok.Decode(s.IDs(), false) != c.want || s.Text() != c.want {
+			t.Errorf("%q from %v", tok.Decode(s.IDs(), false), s.IDs())
+		}
+	}
+}
+
 // TestPrefixErrors: a message whose end cannot be told is not guessed at.
 func TestPrefixErrors(t *testing.T) {
 	tok := tinyTokenizer(t, "llama")
@@ -441,5 +475,27 @@ func TestConversations(t *testing.T) {
 			}
 			t.Log(reasons)
 		})
+	}
+}
+
+// TestHide: what is hidden is gone, and everything else is as it was.
+func TestHide(t *testing.T) {
+	for _, c := range []struct{ in, want string }{
+		{`[{"a":1,"ids":[1,2],"b":{"ids":3}}]`, `[{"a":1,"b":{"ids":3}}]`},
+		{`[{"ids":[1,2]} , {"b":"ids"}, 5, null]`, `[{},{"b":"ids"},5,null]`},
+		{`[ {"b": 1 , "ids" : null , "c":"\"ids\""} ] `, `[{"b":1,"c":"\"ids\""}] `},
+		{`[{"b":1}]`, `[{"b":1}]`},
+		{`{"ids":1}`, `{"ids":1}`},
+		{`[{"ids":1}] x`, `[{}] x`}, // whoever reads it refuses it
+	} {
+		got, err := hide([]byte(c.in), []string{"ids", "x"})
+		if err != nil || string(got) != c.want {
+			t.Errorf("%s: %s, %v; want %s", c.in, got, err, c.want)
+		}
+	}
+	for _, bad := range []string{`[{"ids":1`, `[{"ids"}]`, `[{"ids":1,}]`, `[{"ids":[}]`, `[{"ids":1}`} {
+		if got, err := hide([]byte(bad), []string{"ids"}); err == nil {
+			t.Errorf("%s: %s", bad, got)
+		}
 	}
 }
