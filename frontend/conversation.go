@@ -129,15 +129,15 @@ func (c *conversations) find(messages []byte) []*turn {
 // begins reports whether an array of messages begins with those of a script.
 func begins(messages []byte, s *text.Script) bool {
 	own := s.Messages()
-	if len(own) == 0 || len(messages) < len(own)+2 {
+	if len(own) < 2 || len(messages) <= len(own) {
 		return false
 	}
 	// Many that begin alike differ at the end, if at all.
 	last := max(0, len(own)-chainBlock)
-	if messages := messages[1 : len(own)+1]; !bytes.Equal(messages[last:], own[last:]) || !bytes.Equal(messages[:last], own[:last]) {
+	if !bytes.Equal(messages[last:len(own)], own[last:]) || !bytes.Equal(messages[:last], own[:last]) {
 		return false
 	}
-	return goesOn(messages[len(own)+1:])
+	return goesOn(messages[len(own):])
 }
 
 // goesOn reports whether an array ends here, or has a comma and something behind it.
@@ -162,7 +162,7 @@ func (c *conversations) latest(s scope) *turn {
 
 // put remembers a turn that follows another, which may be nil and is less likely to be asked for from then on.
 func (c *conversations) put(t, prev *turn) {
-	keys := chain([]byte("[" + string(t.script.Messages())))
+	keys := chain(t.script.Messages())
 	t.key = keys[len(keys)-1]
 	t.size = int64(t.script.Size())
 	c.mu.Lock()
@@ -278,7 +278,7 @@ func (c *conversations) recall(body []byte) known {
 	if k.turns = c.find(body[k.at:]); len(k.turns) == 0 {
 		return k
 	}
-	end := k.at + 1 + len(k.turns[0].script.Messages())
+	end := k.at + len(k.turns[0].script.Messages())
 	rest := bytes.TrimLeft(body[end:], " \t\r\n")
 	if rest[0] == ',' {
 		rest = rest[1:]

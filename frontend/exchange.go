@@ -1,10 +1,10 @@
 package frontend
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"net/http"
 	"os"
 	"runtime/debug"
@@ -147,7 +147,12 @@ func (x *exchange) finish(endpoint string, start time.Time, err error) {
 // body reads the request's body within the limits.
 func (x *exchange) body() ([]byte, error) {
 	limit := x.s.cfg.Limits.MaxBody
-	b, err := io.ReadAll(http.MaxBytesReader(x.w, x.r.Body, limit))
+	var buf bytes.Buffer
+	if n := x.r.ContentLength; n > 0 {
+		buf.Grow(int(min(n, 1<<20)) + bytes.MinRead) // more must come before it is believed
+	}
+	_, err := buf.ReadFrom(http.MaxBytesReader(x.w, x.r.Body, limit))
+	b := buf.Bytes()
 	var tooLarge *http.MaxBytesError
 	switch {
 	case errors.As(err, &tooLarge):

@@ -78,8 +78,8 @@ func (s *Script) IDs() []int32 { return s.ids }
 // Text is what the template shows.
 func (s *Script) Text() string { return s.prompt.Text }
 
-// Messages are the conversation's messages as JSON, without the brackets of the array.
-func (s *Script) Messages() []byte { return s.chat.Messages[min(1, len(s.chat.Messages)):s.end()] }
+// Messages is the conversation's array of messages as JSON, without the bracket that closes it.
+func (s *Script) Messages() []byte { return s.chat.Messages[:s.end()] }
 
 // Len is the number of messages.
 func (s *Script) Len() int { return len(s.ends) }
