@@ -124,6 +124,9 @@ func turnsOf(t *rapid.T) [][]string {
 		if role == "assistant" && rapid.Bool().Draw(t, "thinks") {
 			m += `,"reasoning_content":"` + content.Draw(t, "thought") + `"`
 		}
+		if rapid.Bool().Draw(t, "carries ids") {
+			m += `, "ids": [1, 2]`
+		}
 		return m + "}"
 	}
 	call := `{"role":"assistant","content":"","tool_calls":[{"id":"a","type":"function","function":{"name":"f","arguments":"{\"n\":1}"}}]}`
@@ -162,7 +165,7 @@ func TestTranscribe(t *testing.T) {
 		var prev *Script
 		for _, turn := range turnsOf(t) {
 			messages = append(messages, turn...)
-			c := Chat{Messages: []byte("[ " + strings.Join(messages, " ,\n") + " ]"), Tools: []byte(`[{"type":"function"}]`), AddGenerationPrompt: true}
+			c := Chat{Messages: []byte("[ " + strings.Join(messages, " ,\n") + " ]"), Tools: []byte(`[{"type":"function"}]`), Hidden: []string{"ids"}, AddGenerationPrompt: true}
 			whole, err := tm.Render(t.Context(), c)
 			if err != nil {
 				t.Fatal(err)
