@@ -31,7 +31,7 @@ func (p *Prompter) shadow(ctx context.Context, tok Transcriber, c *Chat, prefix 
 	}
 	p.metrics.shadows.WithLabelValues(shadowDiffer).Inc()
 	p.log.Error("a prompt that goes on from an earlier turn is not what it is as a whole: the chat template shows old messages in another way than was found out; "+
-		"report it, and serve without --conversations until then",
+		"report it, and serve with --conversations 0 until then",
 		"messages", script.Len(), "ids", len(script.IDs()), "ids_of_the_whole", len(whole.IDs()), "first_difference", firstDifference(script.IDs(), whole.IDs()))
 	*reuse = again
 	return whole, nil
