@@ -125,29 +125,10 @@ func Incarnation() uint64 {
 // Serve accepts peers until ctx ends or the server is closed, and closes the listener. Its error says
 // why accepting failed, and is nil after either end.
 func (s *Server) Serve(ctx context.Context, l net.Listener) error {
-	defer l.Close()
-	defer context.AfterFunc(ctx, func() { l.Close() })()
-	defer context.AfterFunc(s.ctx, func() { l.Close() })()
-	for pause := time.Duration(0); ; {
-		nc, err := l.Accept()
-		switch {
-		case err == nil:
-			pause = 0
-			s.accepted(nc)
-		case ctx.Err() != nil || s.ctx.Err() != nil:
-			return nil
-		case errors.Is(err, net.ErrClosed):
-			return fmt.Errorf("coordinator: accept: %w", err)
-		default: // out of descriptors, most likely: others may free some
-			pause = min(max(2*pause, 5*time.Millisecond), time.Second)
-			s.log.Warn("accept failed", "error", err, "retry", pause)
-			select {
-			case <-time.After(pause):
-			case <-ctx.Done():
-			case <-s.ctx.Done():
-			}
-		}
+	if err := wire.AcceptAll(ctx, s.ctx, l, s.log, s.accepted); err != nil {
+		return fmt.Errorf("coordinator: accept: %w", err)
 	}
+	return nil
 }
 
 // spawn runs the goroutine of one connection, unless too many are open or the server is closed.

@@ -2,10 +2,8 @@ package leg
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"net"
-	"time"
 
 	"baton/wire"
 )
@@ -100,29 +98,10 @@ func (s *Server) converse(address string, o *outgoing, conn *wire.Conn) error {
 // Serve accepts links of other engines until ctx ends or the server is closed, and closes the listener. Its error says
 // why accepting failed, and is nil after either end.
 func (s *Server) Serve(ctx context.Context, l net.Listener) error {
-	defer l.Close()
-	defer context.AfterFunc(ctx, func() { l.Close() })()
-	defer context.AfterFunc(s.ctx, func() { l.Close() })()
-	for pause := time.Duration(0); ; {
-		nc, err := l.Accept()
-		switch {
-		case err == nil:
-			pause = 0
-			s.accepted(nc)
-		case ctx.Err() != nil || s.ctx.Err() != nil:
-			return nil
-		case errors.Is(err, net.ErrClosed):
-			return fmt.Errorf("leg: accept: %w", err)
-		default: // out of descriptors, most likely: others may free some
-			pause = min(max(2*pause, 5*time.Millisecond), time.Second)
-			s.log.Warn("accept failed", "error", err, "retry", pause)
-			select {
-			case <-time.After(pause):
-			case <-ctx.Done():
-			case <-s.ctx.Done():
-			}
-		}
+	if err := wire.AcceptAll(ctx, s.ctx, l, s.log, s.accepted); err != nil {
+		return fmt.Errorf("leg: accept: %w", err)
 	}
+	return nil
 }
 
 // accepted gives a connection of a listener its goroutine.
