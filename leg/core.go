@@ -217,6 +217,8 @@ type Core struct {
 	sources map[string]*source
 	reading map[uint64]*request // with a claim, or the wish for one
 
+	cache residency // of all engines
+
 	drained time.Time // when a drain gives up; zero before
 	stats   Stats
 	now     time.Time
@@ -231,6 +233,10 @@ type group struct {
 	requests int
 	exports  int
 	leaving  bool
+
+	// What it reports of its cache: whether it has begun, whether it was asked to begin anew, and the number that comes next.
+	reports, resyncing bool
+	next               uint64
 }
 
 // Stats are gauges of now, then totals since the start.
@@ -239,6 +245,7 @@ type Stats struct {
 	Exports  int // that wait for a reader, or are being read
 	Claims   int // readers of these exports
 	Reading  int // requests that wait for, or read, another engine's export
+	Cached   int // blocks in prefix caches, each counted once
 
 	Exported uint64 // context legs that ended with a state
 	Released uint64 // exports whose KV was read, or whose client left
@@ -255,7 +262,7 @@ func New(cfg Config) (*Core, error) {
 	}
 	c := &Core{
 		cfg: cfg, requests: make(map[uint64]*request), exports: make(map[uint64]*export),
-		claims: make(map[claimKey]*claim), sources: make(map[string]*source), reading: make(map[uint64]*request),
+		claims: make(map[claimKey]*claim), sources: make(map[string]*source), reading: make(map[uint64]*request), cache: newResidency(),
 	}
 	for i, name := range cfg.Engines {
 		c.groups = append(c.groups, &group{number: i, name: name})
@@ -334,7 +341,8 @@ func (c *Core) engineSaid(e EngineSaid) {
 		c.readDone(m.ID)
 	case *wire.Disconnect:
 		g.leaving = true
-	case *wire.KVEvents: // nobody chooses among engines by what they hold here
+	case *wire.KVEvents:
+		c.cached(g, m)
 	default:
 		c.warn("ignored %v from %s", e.Message.Header(), e.Engine)
 	}
@@ -345,7 +353,7 @@ func (c *Core) register(g *group, m *wire.RegisterRole) {
 		c.act(Tell{m.Name, &wire.RegisterRoleAck{Error: fmt.Sprintf("%s is no engine of this process, or is here already", m.Name)}})
 		return
 	}
-	g.reg, g.leaving = m, false
+	g.reg, g.leaving, g.reports, g.resyncing = m, false, false, false
 	c.tell(g, &wire.RegisterRoleAck{})
 }
 
@@ -356,6 +364,7 @@ func (c *Core) engineGone(engine string) {
 		return
 	}
 	g.reg = nil
+	c.cache.forget(g.number)
 	for _, r := range sorted(c.requests) {
 		if r.group == g {
 			c.leaveSource(r)
@@ -424,6 +433,7 @@ func (c *Core) Deadline() (at time.Time, ok bool) {
 func (c *Core) Stats() Stats {
 	s := c.stats
 	s.Requests, s.Exports, s.Claims, s.Reading = len(c.requests), len(c.exports), len(c.claims), len(c.reading)
+	s.Cached = len(c.cache.blocks)
 	return s
 }
 

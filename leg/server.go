@@ -51,6 +51,7 @@ type Server struct {
 	links   map[uint64]*wire.Conn // that others opened
 	last    uint64                // of those
 	sources map[string]*outgoing  // by address
+	news    chan struct{}         // closed when what is cached has changed
 	timer   *time.Timer
 }
 
@@ -68,6 +69,7 @@ func NewServer(cfg ServerConfig) (*Server, error) {
 	s := &Server{
 		cfg: cfg, log: cfg.Logger, core: core,
 		streams: make(map[uint64]*Stream), engines: make(map[string]*wire.Conn), links: make(map[uint64]*wire.Conn), sources: make(map[string]*outgoing),
+		news: make(chan struct{}),
 	}
 	if s.log == nil {
 		s.log = slog.Default()
@@ -89,6 +91,7 @@ func (s *Server) step(event Event) {
 
 // run is step with the lock held.
 func (s *Server) run(event Event) {
+	before := s.core.cache.next
 	for _, action := range s.core.Step(time.Now(), event) {
 		switch a := action.(type) {
 		case Tell:
@@ -118,6 +121,10 @@ func (s *Server) run(event Event) {
 		case Warn:
 			s.log.Warn(a.Text)
 		}
+	}
+	if s.core.cache.next != before {
+		close(s.news)
+		s.news = make(chan struct{})
 	}
 	if at, ok := s.core.Deadline(); ok {
 		s.timer.Reset(max(time.Until(at), 0))
@@ -254,6 +261,7 @@ func (s *Server) Close() {
 		st.end(ErrClosed)
 	}
 	clear(s.streams)
+	close(s.news)
 	for _, conn := range s.engines {
 		s.workers.Go(func() { conn.Close() })
 	}

@@ -578,7 +578,7 @@ func TestConnect(t *testing.T) {
 	reg := prometheus.NewRegistry()
 	reg.MustRegister(p.Collector())
 	families, err := reg.Gather()
-	if err != nil || len(families) != 6 {
+	if err != nil || len(families) != 7 {
 		t.Errorf("%d families, %v", len(families), err)
 	}
 	for _, cfg := range []Config{{}, {Engines: []string{"e"}, Lease: -1}} {
