@@ -241,12 +241,16 @@ func (r *rendering) encode(s *Script, base encoded, shown Prompt, p Prefix, reus
 	}
 	end := len(s.ids) - (len(all) - k) // ids of the prefix
 	reuse.IDs = end
-	reuse.Spliced = !slices.Equal(s.ids[:end], all[:k])
+	same := 0 // ids that the text has too
+	for same < min(end, k) && s.ids[same] == all[same] {
+		same++
+	}
+	reuse.Spliced = same < end || same < k
 	for _, at := range syncs {
 		switch {
 		case at.ids > k:
 			s.syncs = append(s.syncs, syncPoint{at.text, at.ids + end - k})
-		case at.ids <= end && slices.Equal(s.ids[:at.ids], all[:at.ids]):
+		case at.ids <= same:
 			s.syncs = append(s.syncs, at)
 		}
 	}
