@@ -107,16 +107,9 @@ func (v value) elements(want string, f func(i int, e value) error) error {
 	if v.kind() != jsontext.KindBeginArray {
 		return v.wrongType(want)
 	}
-	d := jsontext.NewDecoder(bytes.NewBuffer(v.raw))
-	if _, err := d.ReadToken(); err != nil {
-		return syntaxError(err)
-	}
-	for i := 0; d.PeekKind() != jsontext.KindEndArray; i++ {
-		raw, err := d.ReadValue()
-		if err != nil {
-			return syntaxError(err)
-		}
-		if err := f(i, value{v.path + "[" + strconv.Itoa(i) + "]", raw}); err != nil {
+	c := inside(v.raw)
+	for i := 0; c.more(); i++ {
+		if err := f(i, value{v.path + "[" + strconv.Itoa(i) + "]", c.value()}); err != nil {
 			return err
 		}
 	}
@@ -128,34 +121,19 @@ func (v value) members(f func(name string, m value) error) error {
 	if v.kind() != jsontext.KindBeginObject {
 		return v.wrongType("an object")
 	}
-	return eachMember(jsontext.NewDecoder(bytes.NewBuffer(v.raw)), v.path, f)
-}
-
-func eachMember(d *jsontext.Decoder, path string, f func(name string, m value) error) error {
-	if _, err := d.ReadToken(); err != nil {
-		return syntaxError(err)
-	}
-	for d.PeekKind() != jsontext.KindEndObject {
-		token, err := d.ReadToken()
-		if err != nil {
-			return syntaxError(err)
-		}
-		name := token.String()
-		raw, err := d.ReadValue()
+	for c := inside(v.raw); c.more(); {
+		quoted, m := c.member()
+		name, err := unquoted(quoted)
 		if err != nil {
 			return syntaxError(err)
 		}
 		full := name
-		if path != "" {
-			full = path + "." + name
+		if v.path != "" {
+			full = v.path + "." + name
 		}
-		if err := f(name, value{full, raw}); err != nil {
+		if err := f(name, value{full, m}); err != nil {
 			return err
 		}
-	}
-	_, err := d.ReadToken()
-	if err != nil {
-		return syntaxError(err)
 	}
 	return nil
 }
@@ -172,17 +150,20 @@ func (v value) tokenIDs(vocab int) ([]int32, error) {
 	}
 	ids := make([]int32, 0, 1+bytes.Count(v.raw, []byte{','}))
 	for rest := v.raw[1:]; ; {
-		rest = bytes.TrimLeft(rest, " \t\r\n,")
-		if rest[0] == ']' {
+		switch c := rest[0]; {
+		case isSpace(c) || c == ',':
+			rest = rest[1:]
+			continue
+		case c == ']':
 			return ids, nil
 		}
 		end := 0
 		var id int64
-		for end < len(rest) && rest[end] >= '0' && rest[end] <= '9' && id < math.MaxInt32 {
+		for isDigit(rest[end]) && id < limit {
 			id = id*10 + int64(rest[end]-'0')
 			end++
 		}
-		if end == 0 || !bytes.ContainsRune([]byte(" \t\r\n,]"), rune(rest[end])) || id >= limit {
+		if c := rest[end]; end == 0 || !isSpace(c) && c != ',' && c != ']' || id >= limit {
 			return nil, invalid(v.path, "%s[%d] is not a token id: they are integers from 0 to %d", v.path, len(ids), limit-1)
 		}
 		ids = append(ids, int32(id))
@@ -193,56 +174,40 @@ func (v value) tokenIDs(vocab int) ([]int32, error) {
 // decodeObject reads a body that is one JSON object, no deeper than maxDepth, and calls f for each
 // member that is not null.
 func decodeObject(body []byte, maxDepth int, f func(name string, m value) error) error {
-	if depth := nesting(body); depth > maxDepth {
+	short, depth := shorten(body)
+	if depth > maxDepth {
 		return invalid("", "the body nests %d levels deep; at most %d are allowed", depth, maxDepth)
 	}
-	d := jsontext.NewDecoder(bytes.NewBuffer(body))
-	switch d.PeekKind() {
-	case jsontext.KindBeginObject:
-	case jsontext.KindInvalid:
-		_, err := d.ReadToken()
-		if errors.Is(err, io.EOF) {
-			return invalid("", "the body is empty; send a JSON object")
+	if !jsontext.Value(short).IsValid() {
+		if err := checkJSON(body); err != nil {
+			return err
 		}
-		return syntaxError(err)
-	default:
+	}
+	v := value{raw: bytes.Trim(body, " \t\r\n")}
+	if v.kind() != jsontext.KindBeginObject {
 		return invalid("", "the body must be a JSON object")
 	}
-	err := eachMember(d, "", func(name string, m value) error {
+	return v.members(func(name string, m value) error {
 		if m.kind() == jsontext.KindNull {
 			return nil
 		}
 		return f(name, m)
 	})
-	if err != nil {
-		return err
+}
+
+// checkJSON says what keeps a body from being one JSON value.
+func checkJSON(body []byte) error {
+	d := jsontext.NewDecoder(bytes.NewBuffer(body))
+	switch _, err := d.ReadValue(); {
+	case errors.Is(err, io.EOF):
+		return invalid("", "the body is empty; send a JSON object")
+	case err != nil:
+		return syntaxError(err)
 	}
 	if _, err := d.ReadToken(); !errors.Is(err, io.EOF) {
 		return invalid("", "the body holds more than one JSON value")
 	}
 	return nil
-}
-
-// nesting is how deep arrays and objects lie in each other. It is right for valid JSON; of other bytes
-// it says something, quickly, so that no parser recurses into them.
-func nesting(body []byte) int {
-	depth, deepest := 0, 0
-	for i := 0; i < len(body); i++ {
-		switch body[i] {
-		case '"':
-			for i++; i < len(body) && body[i] != '"'; i++ {
-				if body[i] == '\\' {
-					i++
-				}
-			}
-		case '{', '[':
-			depth++
-			deepest = max(deepest, depth)
-		case '}', ']':
-			depth--
-		}
-	}
-	return deepest
 }
 
 // plainJSONReason is a parser's reason without the name of its package.

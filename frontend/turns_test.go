@@ -31,32 +31,100 @@ func (silent) Status(context.Context) (*wire.StatusReply, error) {
 	return &wire.StatusReply{Ready: true}, nil
 }
 
-// agentBodies are the requests of a conversation with tools: about 3,000 tokens at first and 400 more each turn.
-func agentBodies(turns int) []string {
-	rng := rand.New(rand.NewPCG(3, 4))
-	words := strings.Fields("the agent reads a file and returns lines of code func main ( ) { fmt . Println value error nil Zürich 42 0x1f path/to/file.go != == := import package")
-	say := func(n int) string {
-		list := make([]string, n)
-		for i := range list {
-			list[i] = words[rng.IntN(len(words))]
-		}
-		return strings.Join(list, " ")
+// agent is a conversation with tools: about 3,000 tokens at first and 400 more each turn.
+type agent struct {
+	rng      *rand.Rand
+	tools    string
+	messages []string
+	turn     int
+}
+
+func newAgent() *agent {
+	a := &agent{rng: rand.New(rand.NewPCG(3, 4))}
+	a.tools = `[{"type":"function","function":{"name":"run","description":"` + a.say(300) + `","parameters":{"type":"object","properties":{"cmd":{"type":"string","description":"` + a.say(100) + `"}}}}}]`
+	a.messages = []string{toJSON(map[string]any{"role": "system", "content": a.say(1500)}), toJSON(map[string]any{"role": "user", "content": a.say(200)})}
+	return a
+}
+
+var agentWords = strings.Fields("the agent reads a file and returns lines of code func main ( ) { fmt . Println value error nil Zürich 42 0x1f path/to/file.go != == := import package")
+
+// say gives so many words.
+func (a *agent) say(n int) string {
+	list := make([]string, n)
+	for i := range list {
+		list[i] = agentWords[a.rng.IntN(len(agentWords))]
 	}
-	message := func(v any) string {
-		b, err := json.Marshal(v)
-		if err != nil {
-			panic(err)
-		}
-		return string(b)
+	return strings.Join(list, " ")
+}
+
+func toJSON(v any) string {
+	b, err := json.Marshal(v)
+	if err != nil {
+		panic(err)
 	}
-	tools := `[{"type":"function","function":{"name":"run","description":"` + say(300) + `","parameters":{"type":"object","properties":{"cmd":{"type":"string","description":"` + say(100) + `"}}}}}]`
-	messages := []string{message(map[string]any{"role": "system", "content": say(1500)}), message(map[string]any{"role": "user", "content": say(200)})}
-	var bodies []string
-	for i := range turns {
-		bodies = append(bodies, `{"model":"toy","messages":[`+strings.Join(messages, ",")+`],"tools":`+tools+`,"max_tokens":1}`)
-		call := map[string]any{"id": fmt.Sprint("call_", i), "type": "function", "function": map[string]any{"name": "run", "arguments": message(map[string]any{"cmd": say(20)})}}
-		messages = append(messages, message(map[string]any{"role": "assistant", "content": say(40), "tool_calls": []any{call}}),
-			message(map[string]any{"role": "tool", "tool_call_id": call["id"], "content": say(230)}))
+	return string(b)
+}
+
+func (a *agent) body(more string) string {
+	return `{"model":"toy","messages":[` + strings.Join(a.messages, ",") + `],"tools":` + a.tools + `,"max_tokens":1` + more + `}`
+}
+
+// act adds an answer, which ids gives more members if it is not nil, and the result of its call.
+func (a *agent) act(ids func(text string) string) {
+	id := fmt.Sprint("call_", a.turn)
+	a.turn++
+	call := toJSON([]any{map[string]any{"id": id, "type": "function", "function": map[string]any{"name": "run", "arguments": toJSON(map[string]any{"cmd": a.say(20)})}}})
+	said := a.say(40)
+	more := ""
+	if ids != nil {
+		more = ids(said + call)
+	}
+	a.messages = append(a.messages, `{"role":"assistant","content":`+toJSON(said)+`,"tool_calls":`+call+more+`}`,
+		toJSON(map[string]any{"role": "tool", "tool_call_id": id, "content": a.say(230)}))
+}
+
+// agentBodies are the requests of an agent's conversation.
+func agentBodies(turns int) (bodies []string) {
+	a := newAgent()
+	for range turns {
+		bodies = append(bodies, a.body(""))
+		a.act(nil)
+	}
+	return bodies
+}
+
+// asked keeps the last prompt.
+type asked struct {
+	silent
+	prompt []int32
+}
+
+func (b *asked) Submit(ctx context.Context, req *wire.SubmitRequest) (Stream, error) {
+	b.prompt = req.Prompt
+	return b.silent.Submit(ctx, req)
+}
+
+// rolloutBodies are those of a client that carries ids and log-probabilities along, as a server gave them.
+func rolloutBodies(t testing.TB, tok Tokenizer, turns int) (bodies []string) {
+	a, b := newAgent(), &asked{}
+	s := newTestServer(t, b, func(c *Config) { c.Tokenizer, c.Limits = tok, Limits{} })
+	for range turns {
+		body := a.body(`,"logprobs":true,"return_tokens_as_token_ids":true`)
+		if r := post(t, s.Handler(), chatPath, body); r.status != 200 {
+			t.Fatalf("%d %s", r.status, r.body)
+		}
+		bodies = append(bodies, body)
+		a.act(func(text string) string {
+			sampled, err := tok.Encode(text, false)
+			if err != nil {
+				t.Fatal(err)
+			}
+			probs := make([]float32, len(sampled))
+			for i := range probs {
+				probs[i] = -a.rng.Float32()
+			}
+			return `,"prompt_token_ids":` + string(appendIDs(nil, b.prompt)) + `,"generation_token_ids":` + string(appendIDs(nil, sampled)) + `,"generation_log_probs":` + toJSON(probs)
+		})
 	}
 	return bodies
 }
@@ -120,4 +188,40 @@ func TestTurnCost(t *testing.T) {
 			t.Errorf("turn 30 takes %v, more than twice the %v of turn 2", thirtieth, second)
 		}
 	}
+}
+
+// BenchmarkTurn is a request of a conversation of which the turn before is known.
+func BenchmarkTurn(b *testing.B) {
+	tok := bigTokenizer(b)
+	for _, kind := range []struct {
+		name   string
+		bodies []string
+	}{{"plain", agentBodies(31)}, {"rollout", rolloutBodies(b, tok, 31)}} {
+		for _, turn := range []int{2, 10, 30} {
+			b.Run(fmt.Sprintf("%s/turn=%d", kind.name, turn), func(b *testing.B) {
+				s := newTestServer(b, silent{}, func(c *Config) { c.Tokenizer, c.Limits = tok, Limits{} })
+				ask := func(body string) {
+					if r := post(b, s.Handler(), chatPath, body); r.status != 200 {
+						b.Fatalf("%d %s", r.status, r.body)
+					}
+				}
+				for _, body := range kind.bodies[:turn-1] {
+					ask(body)
+				}
+				b.ReportAllocs()
+				b.SetBytes(int64(len(kind.bodies[turn-1])))
+				for b.Loop() {
+					ask(kind.bodies[turn-1])
+					s.prompts.conversations.forgetLatest()
+				}
+			})
+		}
+	}
+}
+
+// forgetLatest forgets the turn that was used last.
+func (c *conversations) forgetLatest() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.forget(c.recent.Front().Value.(*turn))
 }
