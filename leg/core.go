@@ -99,6 +99,9 @@ type Cancel struct{ ID uint64 }
 // Discard says that the client never got the state which a context leg ended with.
 type Discard struct{ ID uint64 }
 
+// Renew begins the lease of what a context leg left anew: its client does not have the state yet.
+type Renew struct{ ID uint64 }
+
 // EngineSaid brings a message of an engine, by its name.
 type EngineSaid struct {
 	Engine  string
@@ -138,6 +141,7 @@ type Drain struct{}
 func (Submit) event()     {}
 func (Cancel) event()     {}
 func (Discard) event()    {}
+func (Renew) event()      {}
 func (EngineSaid) event() {}
 func (EngineGone) event() {}
 func (ReaderSaid) event() {}
@@ -281,6 +285,10 @@ func (c *Core) Step(now time.Time, event Event) []Action {
 		c.cancel(e.ID)
 	case Discard:
 		c.discard(e.ID)
+	case Renew:
+		if x := c.exports[e.ID]; x != nil {
+			c.tell(x.group, &wire.RenewKV{ID: x.id, Handoff: x.handoff})
+		}
 	case EngineSaid:
 		c.engineSaid(e)
 	case EngineGone:
@@ -367,7 +375,7 @@ func (c *Core) engineGone(engine string) {
 	c.cache.forget(g.number)
 	for _, r := range sorted(c.requests) {
 		if r.group == g {
-			c.leaveSource(r)
+			c.leaveSource(r, false)
 			c.fail(r, &RequestError{Code: wire.CodeEngineLost, Message: "engine " + engine + " is gone", Retryable: true})
 			c.end(r)
 		}

@@ -63,8 +63,8 @@ func (c *Core) checkGeneration(r *request) (done bool, err *RequestError) {
 func checkState(job *Job, reg *wire.RegisterRole) *RequestError {
 	s := job.State
 	prompt, tokens := len(job.Request.Prompt), len(job.Request.Prompt)+len(job.First.Tokens)-1
-	if s.Format != wire.KVStateFormat {
-		return invalid(stateField, "the state has format %d, and this engine reads %d: run the same release on both", s.Format, wire.KVStateFormat)
+	if err := checkAddress(s); err != nil {
+		return err
 	}
 	if field, theirs, ours := difference(s, reg); field != "" {
 		return invalid(stateField, "%s is %v at the prefill engine %.40q and %v at this one; they must agree", field, theirs, s.Engine, ours)
@@ -78,8 +78,6 @@ func checkState(job *Job, reg *wire.RegisterRole) *RequestError {
 		return invalid(stateField, "the state holds KV of %d tokens; the prompt and first_gen_tokens but for the last are %d", s.Export.Tokens, tokens)
 	case job.Request.Sampling.PromptLogprobs && prompt > 1 && len(s.PromptLogprobs) != prompt-1:
 		return invalid("prompt_logprobs", "the context leg was not asked for prompt_logprobs; both legs of a request must be")
-	case len(s.Address) == 0 || len(s.Address) > maxAddress || len(s.Engine) > maxAddress:
-		return invalid(stateField, "the state does not say where its KV is")
 	case len(s.Ranks) == 0 || len(s.Export.Blocks) > math.MaxInt32/max(reg.Geometry.BlockSize, 1):
 		return invalid(stateField, "the state describes no memory")
 	}
@@ -243,8 +241,36 @@ func (c *Core) firstResult(r *request) wire.Result {
 // release ends a read whose source nobody needs any more, because the KV is here or the client is gone.
 func (c *Core) release(r *request) { c.endRead(r, &wire.KVReadDone{ID: r.id}) }
 
-// leaveSource ends a read that failed: the source is left to its lease, and to another try.
-func (c *Core) leaveSource(r *request) { c.endRead(r, &wire.AbortRequest{ID: r.id}) }
+// leaveSource ends a read that failed: the source is left to its lease, and to another try. If there will be none, and
+// nothing touches its memory any more, it is released.
+func (c *Core) leaveSource(r *request, safe bool) {
+	if r.job.Once && safe {
+		c.release(r)
+		return
+	}
+	c.endRead(r, &wire.AbortRequest{ID: r.id})
+}
+
+// giveUp releases the source of a generation leg that was refused, if nobody will try again.
+func (c *Core) giveUp(id uint64, job Job) {
+	if s := job.State; job.Kind != Generation || !job.Once || s == nil || checkAddress(s) != nil {
+		return
+	}
+	r := &request{id: id, job: job}
+	c.claim(r)
+	c.release(r)
+}
+
+// checkAddress refuses a state that does not say which engine to ask.
+func checkAddress(s *wire.KVState) *RequestError {
+	switch {
+	case s.Format != wire.KVStateFormat:
+		return invalid(stateField, "the state has format %d, and this engine reads %d: run the same release on both", s.Format, wire.KVStateFormat)
+	case len(s.Address) == 0 || len(s.Address) > maxAddress || len(s.Engine) > maxAddress:
+		return invalid(stateField, "the state does not say where its KV is")
+	}
+	return nil
+}
 
 func (c *Core) endRead(r *request, say wire.Message) {
 	if r.read == nil {
@@ -263,7 +289,7 @@ func (c *Core) endRead(r *request, say wire.Message) {
 func (c *Core) lostSource(r *request, err *RequestError) {
 	c.stats.Lost++
 	begun := r.read.begun
-	c.leaveSource(r)
+	c.leaveSource(r, !begun)
 	c.fail(r, err)
 	if begun {
 		c.tell(r.group, &wire.AbortRequest{ID: r.id})

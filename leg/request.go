@@ -48,6 +48,8 @@ type Job struct {
 	// First, of a generation leg, has the tokens that the context leg sampled, with their log-probabilities when those
 	// were asked for, and CachedTokens.
 	First wire.Result
+	// Once says that nobody tries again with the state: when the generation leg fails, the export is not left to its lease.
+	Once bool
 }
 
 // FinishNotFinished ends a context leg after which there is more to generate.
@@ -90,7 +92,10 @@ const requestType = "disaggregated_params.request_type"
 
 // submit begins a job or refuses it.
 func (c *Core) submit(id uint64, job Job) {
-	refuse := func(err *RequestError) { c.act(Fail{id, *err}) }
+	refuse := func(err *RequestError) {
+		c.act(Fail{id, *err})
+		c.giveUp(id, job)
+	}
 	g, err := c.choose(&job)
 	if err == nil {
 		err = c.check(g, &job)
@@ -249,7 +254,7 @@ func (c *Core) aborted(g *group, m *wire.RequestAborted) {
 		return // it ended by itself meanwhile
 	}
 	if !r.closed {
-		c.leaveSource(r)
+		c.leaveSource(r, m.SourceSafe)
 		c.fail(r, unavailable("engine %s gave the request up", g.name))
 	} else {
 		c.release(r)
@@ -272,7 +277,7 @@ func (c *Core) failed(g *group, m *wire.RequestError) {
 		c.stats.Lost++
 		err.Field = fieldOfState(err.Field)
 	}
-	c.leaveSource(r)
+	c.leaveSource(r, m.SourceSafe)
 	c.fail(r, err)
 	c.end(r)
 }

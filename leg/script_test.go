@@ -107,6 +107,8 @@ func (s *script) event(side, name string, a args) Event {
 		return Cancel{id}
 	case "discard":
 		return Discard{id}
+	case "renew":
+		return Renew{id}
 	case "drain":
 		return Drain{}
 	case "reply":
@@ -116,7 +118,7 @@ func (s *script) event(side, name string, a args) Event {
 		}
 		return said(&wire.EngineReply{Results: []wire.Result{r}})
 	case "error":
-		return said(&wire.RequestError{ID: id, Code: a.text("code", wire.CodeUnavailable), Field: a.text("field", ""), Message: "broken", Retryable: a.has("retryable"), Reader: uint64(a.int("reader", 0))})
+		return said(&wire.RequestError{ID: id, Code: a.text("code", wire.CodeUnavailable), Field: a.text("field", ""), Message: "broken", Retryable: a.has("retryable"), Reader: uint64(a.int("reader", 0)), SourceSafe: a.has("safe")})
 	case "aborted":
 		return said(&wire.RequestAborted{ID: id, SourceSafe: !a.has("unsafe")})
 	case "ready":
@@ -164,13 +166,14 @@ func (s *script) registration(side, engine string, a args) *wire.RegisterRole {
 	}
 }
 
-// job is "kind=whole prompt=10 [text=0] [max=5] [session=] [salt=] [group=-1]", and for a generation leg "first=51" and
-// "of=1", the job whose state it takes over. Prompts of one text share a prefix.
+// job is "kind=whole prompt=10 [text=0] [max=5] [session=] [salt=] [group=-1]", and for a generation leg "first=51",
+// "of=1", the job whose state it takes over, and [once]. Prompts of one text share a prefix.
 func (s *script) job(a args) Job {
 	job := Job{Group: a.int("group", -1), Request: &wire.SubmitRequest{Session: a.text("session", ""), Salt: a.text("salt", "")}}
 	job.Kind = map[string]Kind{"whole": Whole, "context": Context, "generation": Generation}[a.text("kind", "whole")]
 	job.Request.Sampling.MaxTokens = a.int("max", 5)
 	job.Request.Sampling.PromptLogprobs = a.has("prompt-logprobs")
+	job.Once = a.has("once")
 	for i := range a.int("prompt", 10) {
 		job.Request.Prompt = append(job.Request.Prompt, int32(a.int("text", 0)*1000+i))
 	}

@@ -52,6 +52,7 @@ type Server struct {
 	last    uint64                // of those
 	sources map[string]*outgoing  // by address
 	news    chan struct{}         // closed when what is cached has changed
+	rooms   rooms
 	timer   *time.Timer
 }
 

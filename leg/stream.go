@@ -73,6 +73,16 @@ func (st *Stream) Keep() {
 	st.kept = true
 }
 
+// Renew begins the lease of what was left anew. It is for a client that waits for more before it gets the state.
+func (st *Stream) Renew() {
+	st.mu.Lock()
+	held := st.left != nil && st.left.State != nil
+	st.mu.Unlock()
+	if held {
+		st.server.step(Renew{st.id})
+	}
+}
+
 // Close gives the job up if it still runs, and what it left if nobody was to keep it. It may be called again.
 func (st *Stream) Close() {
 	st.abort(ErrClosed)
