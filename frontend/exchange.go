@@ -22,13 +22,7 @@ func (s *Server) routes() http.Handler {
 	mux := http.NewServeMux()
 	route := func(method, path string, f func(*exchange) error) {
 		mux.HandleFunc(method+" "+path, s.handle(path, f))
-		mux.HandleFunc(path, s.handle(path, func(x *exchange) error {
-			x.w.Header().Set("Allow", method)
-			return &apiError{
-				status: http.StatusMethodNotAllowed, kind: typeInvalid,
-				message: fmt.Sprintf("%s takes %s, not %s", path, method, x.r.Method),
-			}
-		}))
+		mux.HandleFunc(path, s.handle(path, notAllowed(method)))
 	}
 	route("POST", "/v1/chat/completions", s.chatCompletions)
 	route("POST", "/v1/completions", s.completions)
@@ -38,6 +32,10 @@ func (s *Server) routes() http.Handler {
 	route("GET", "/v1/models/{model...}", s.model)
 	if s.cfg.ServerInfo != nil {
 		route("GET", "/server_info", s.serverInfo)
+	}
+	if s.cfg.Limits.legs {
+		mux.HandleFunc("POST "+cachedPath, s.cached)
+		mux.HandleFunc(cachedPath, s.handle(cachedPath, notAllowed(http.MethodPost)))
 	}
 	mux.HandleFunc("/", s.handle("other", func(x *exchange) error {
 		return &apiError{
@@ -50,6 +48,17 @@ func (s *Server) routes() http.Handler {
 	mux.HandleFunc("GET /health", s.health)
 	mux.Handle("GET /metrics", promhttp.HandlerFor(s.cfg.Registry, promhttp.HandlerOpts{}))
 	return s.deadlines(mux)
+}
+
+// notAllowed answers an endpoint's other methods.
+func notAllowed(method string) func(*exchange) error {
+	return func(x *exchange) error {
+		x.w.Header().Set("Allow", method)
+		return &apiError{
+			status: http.StatusMethodNotAllowed, kind: typeInvalid,
+			message: fmt.Sprintf("%s takes %s, not %s", x.r.URL.Path, method, x.r.Method),
+		}
+	}
 }
 
 // deadlines gives each request its time to be read and answered; what an earlier one on the same

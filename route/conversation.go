@@ -1,8 +1,13 @@
 package route
 
+import "slices"
+
 // Conversation keeps the requests of a conversation on one worker, whose cache holds it. A conversation is
 // known by the id that its client gives, or else by its text: a request most of which went to a worker before is
 // taken for the next turn of what is there. Load plays a part only where nothing is known.
+//
+// A router that was restarted knows no conversation. Where workers tell what they hold, one that it does not know goes
+// where most of its prompt is, as Residency would send it.
 //
 // A worker that is not among the candidates loses its conversations when they next come: their prefix is
 // computed, and from then on held, elsewhere.
@@ -10,6 +15,7 @@ type Conversation struct {
 	threshold float64
 	pins      *Pins
 	held      *Index // what text went where
+	reported  *Index // what workers say that they hold; may be nil
 	next      int
 }
 
@@ -23,30 +29,41 @@ const (
 // contentEntries bounds the blocks of text that Conversation remembers, in all.
 const contentEntries = 1 << 18
 
-// NewConversation makes an empty one. threshold and conversations have the defaults when they are not positive.
-func NewConversation(threshold float64, conversations int) *Conversation {
+// NewConversation makes an empty one. threshold and conversations have the defaults when they are not positive. reported is
+// what workers say that they hold, which the caller keeps up to date; it may be nil.
+func NewConversation(threshold float64, conversations int, reported *Index) *Conversation {
 	if threshold <= 0 {
 		threshold = DefaultThreshold
 	}
 	if conversations <= 0 {
 		conversations = DefaultConversations
 	}
-	return &Conversation{threshold: threshold, pins: NewPins(conversations), held: NewIndex(contentEntries)}
+	return &Conversation{threshold: threshold, pins: NewPins(conversations), held: NewIndex(contentEntries), reported: reported}
 }
 
 // Name implements Router.
 func (*Conversation) Name() string { return "conversation" }
 
-// Needs implements Router: where there is an id, the text is not looked at.
-func (*Conversation) Needs(conversation string) Need {
-	if conversation != "" {
+// Needs implements Router: where there is an id that is known, nothing else is looked at.
+func (c *Conversation) Needs(conversation string) (need Need) {
+	if conversation != "" && c.pins.Get(conversation) != 0 {
 		return 0
 	}
-	return NeedContent
+	if conversation == "" {
+		need = NeedContent
+	}
+	if c.reported != nil && c.reported.Len() > 0 {
+		need |= NeedTokens
+	}
+	return need
 }
 
 // Done implements Router.
-func (*Conversation) Done(Choice) {}
+func (c *Conversation) Done(choice Choice) {
+	if choice.expected != nil {
+		c.reported.Settle(choice.expected)
+	}
+}
 
 // Forget implements Router.
 func (c *Conversation) Forget(w Worker) { c.held.Forget(w.Slot) }
@@ -54,7 +71,7 @@ func (c *Conversation) Forget(w Worker) { c.held.Forget(w.Slot) }
 // Pick implements Router.
 func (c *Conversation) Pick(r Request, workers []Worker) Choice {
 	if r.Conversation != "" {
-		return c.byID(r.Conversation, workers)
+		return c.byID(r, workers)
 	}
 	choice := c.byContent(r, workers)
 	if len(r.Content) > 0 {
@@ -63,9 +80,9 @@ func (c *Conversation) Pick(r Request, workers []Worker) Choice {
 	return choice
 }
 
-func (c *Conversation) byID(id string, workers []Worker) Choice {
+func (c *Conversation) byID(r Request, workers []Worker) Choice {
 	choice := Choice{Index: -1, Reason: ReasonConversation}
-	if pinned := c.pins.Get(id); pinned != 0 {
+	if pinned := c.pins.Get(r.Conversation); pinned != 0 {
 		for i := range workers {
 			if workers[i].ID == pinned {
 				choice.Index = i
@@ -73,9 +90,9 @@ func (c *Conversation) byID(id string, workers []Worker) Choice {
 		}
 	}
 	if choice.Index < 0 {
-		choice = c.byLoad(workers)
+		choice = c.unknown(r, workers)
 	}
-	c.pins.Set(id, workers[choice.Index].ID)
+	c.pins.Set(r.Conversation, workers[choice.Index].ID)
 	return choice
 }
 
@@ -97,9 +114,21 @@ func (c *Conversation) byContent(r Request, workers []Worker) Choice {
 	if match > 0 && float64(match) >= c.threshold*float64(len(r.Content)) {
 		return Choice{Index: best, Reason: ReasonPrefix, Match: match, Blocks: len(r.Content)}
 	}
+	if len(r.Content) == 0 {
+		return c.unknown(r, workers)
+	}
 	choice := c.byLoad(workers)
 	choice.Match, choice.Blocks = depths[workers[choice.Index].Slot], len(r.Content)
 	return choice
+}
+
+// unknown places a request of which nothing is known here.
+func (c *Conversation) unknown(r Request, workers []Worker) Choice {
+	reports := func(w Worker) bool { return w.Reports }
+	if c.reported == nil || len(r.Tokens) == 0 || !slices.ContainsFunc(workers, reports) {
+		return c.byLoad(workers)
+	}
+	return weigh(c.reported, &c.next, r.Tokens, workers)
 }
 
 // byLoad takes the worker with the least text in its requests, taking turns among equals.

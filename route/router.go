@@ -123,7 +123,7 @@ func least(start int, workers []Worker, load func(*Worker) int64) int {
 
 // routers makes one of each kind.
 var routers = []func(*Index) Router{
-	func(*Index) Router { return NewConversation(0, 0) },
+	func(x *Index) Router { return NewConversation(0, 0, x) },
 	func(x *Index) Router { return NewResidency(x) },
 	func(*Index) Router { return new(LoadRouter) },
 	func(*Index) Router { return new(TurnRouter) },
@@ -138,8 +138,8 @@ func RouterNames() []string {
 	return names
 }
 
-// NewRouter makes the router of that name. held is what workers are known to hold; only kv_cache_aware looks at
-// it. The error lists the names.
+// NewRouter makes the router of that name. held is what workers are known to hold, or say that they
+// hold: kv_cache_aware looks at it, and conversation for conversations that it does not know. The error lists the names.
 func NewRouter(name string, held *Index) (Router, error) {
 	names := RouterNames()
 	if i := slices.Index(names, name); i >= 0 {

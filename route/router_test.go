@@ -68,7 +68,7 @@ func TestTurnAndLoad(t *testing.T) {
 // Behaviours 41, 44 and 45: an id stays where it is under load; the least recently used is forgotten; one whose worker is
 // not among the candidates moves for good.
 func TestConversationByID(t *testing.T) {
-	c := NewConversation(0, 2)
+	c := NewConversation(0, 2, nil)
 	pick := func(id string, w []Worker) uint64 { return w[c.Pick(Request{Conversation: id}, w).Index].ID }
 	w := three()
 	a := pick("a", w)
@@ -86,7 +86,7 @@ func TestConversationByID(t *testing.T) {
 	if got := c.Pick(Request{Conversation: "b"}, w); got.Reason != ReasonLoad {
 		t.Errorf("b is still known: %+v", got)
 	}
-	c = NewConversation(0, 0)
+	c = NewConversation(0, 0, nil)
 	w = three()
 	a = pick("a", w)
 	rest := slices.DeleteFunc(three(), func(w Worker) bool { return w.ID == a })
@@ -107,7 +107,7 @@ func TestConversationByText(t *testing.T) {
 	}{
 		{75, 100, ReasonPrefix}, {74, 100, ReasonLoad}, {3, 4, ReasonPrefix}, {100, 50, ReasonPrefix}, {1, 1, ReasonPrefix}, {0, 1, ReasonLoad}, {1, 0, ReasonLoad},
 	} {
-		c := NewConversation(0, 0)
+		c := NewConversation(0, 0, nil)
 		at := c.Pick(Request{Content: text(1, tt.first)}, three()).Index
 		w := three()
 		w[at].Content = 1 << 20
@@ -117,7 +117,7 @@ func TestConversationByText(t *testing.T) {
 		}
 	}
 	// The deepest match wins, whatever the load.
-	c := NewConversation(0, 0)
+	c := NewConversation(0, 0, nil)
 	c.held.Record(0, text(1, 80))
 	c.held.Record(2, text(1, 90))
 	w := three()

@@ -124,3 +124,50 @@ func TestAffinityOutlivesTheFrontend(t *testing.T) {
 	slices.Reverse(list) // least work and turns would give them to others
 	check("after the coordinator's death too")
 }
+
+// TestAffinityOutlivesTheRelay: the same where nobody coordinates. A relay that was killed and one that takes its place learn
+// from the engines what they hold before they send them anything, whichever of the two routers chooses.
+func TestAffinityOutlivesTheRelay(t *testing.T) {
+	model := goldenPath("qwen3")
+	flags := []string{"--transfer=tcp", "--kv-memory=64MiB", "--block-size=32"}
+	prefill := httpPart(t, nil, model, wire.RolePrefill, append(flags, "--name=prefill1")...)
+	other := httpPart(t, nil, model, wire.RolePrefill, append(flags, "--name=prefill2", "--shard=tp=1,dp=2")...)
+	decode := httpPart(t, nil, model, wire.RoleDecode, flags...)
+	var list []*dialogue
+	for i := range 8 {
+		list = append(list, &dialogue{id: fmt.Sprintf("session-%d", i), ids: prompt(200, uint64(i))})
+	}
+	f := relayed(t, nil, prefill, decode, "--prefill="+other.url)
+	f.awaitEngines(t, `"prefill":"2 of 2"`)
+	f.turns(t, list)
+	for round, router := range []string{"conversation", "kv_cache_aware"} {
+		// An engine's groups have a name each.
+		moves := func(when string) {
+			t.Helper()
+			if share, moved := f.turns(t, list); share < 0.95 || moved > 0 {
+				t.Errorf("%s, %s: %.0f %% of what could be cached was, and %d conversations moved", router, when, 100*share, moved)
+			}
+		}
+		used := map[string]int{}
+		for _, d := range list {
+			used[strings.SplitN(d.engine, "_", 2)[0]]++
+		}
+		if len(used) != 2 {
+			t.Fatalf("conversations went to %v", used)
+		}
+		if round == 0 {
+			moves("before")
+		}
+		if err := f.parts["frontend"].Kill(); err != nil {
+			t.Fatal(err)
+		}
+		f = relayed(t, nil, prefill, decode, "--prefill="+other.url, "--prefill-router="+router)
+		f.awaitEngines(t, `"prefill":"2 of 2"`)
+		slices.Reverse(list) // load and turns would give them to others
+		moves("after the relay's death")
+		moves("a turn later")
+	}
+	if known := metric(t, prefill.url, "baton_leg_cached_blocks") + metric(t, other.url, "baton_leg_cached_blocks"); known < 8*200/32 {
+		t.Errorf("the prefill engines tell of %v blocks", known)
+	}
+}

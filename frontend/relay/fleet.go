@@ -267,7 +267,7 @@ func (f *fleet) add(spec Worker, l legKind, e func() *endpoint, hostname string)
 		slot++
 	}
 	f.lastID++
-	w = &worker{Worker: spec, id: f.lastID, slot: slot, hostname: hostname, endpoint: e(), kick: make(chan struct{}, 1)}
+	w = &worker{Worker: spec, id: f.lastID, slot: slot, hostname: hostname, endpoint: e(), kick: make(chan struct{}, 1), identified: make(chan struct{}), told: make(chan struct{})}
 	w.roles[l] = true
 	f.workers = append(f.workers, w)
 	return w, true

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"time"
@@ -14,8 +15,11 @@ import (
 	"baton/route"
 )
 
-// residencyRouter is the router that looks at what workers hold.
-const residencyRouter = "kv_cache_aware"
+// The routers that look at what workers hold: one always, one for conversations that it does not know.
+const (
+	residencyRouter    = "kv_cache_aware"
+	conversationRouter = "conversation"
+)
 
 // residency is what workers say that they hold. The index is guarded by the fleet's lock.
 type residency struct {
@@ -61,13 +65,10 @@ func checkEvents(w *Worker) error {
 	return nil
 }
 
-// followEvents follows a worker's events until ctx ends, if anybody wants to know of them.
+// followEvents follows a worker's events until ctx ends, if a router looks at them. Baton's engines are asked for theirs
+// without being told to.
 func (s *Server) followEvents(ctx context.Context, w *worker) {
 	if s.held == nil {
-		return
-	}
-	if w.Events == "" {
-		s.log.Warn("kv_cache_aware without a worker's events: what it holds is guessed from what was sent there; name them as URL#events=tcp://HOST:PORT", "worker", w.URL)
 		return
 	}
 	c := &cacheView{s: s, w: w, names: map[string]kvcache.Digest{}}
@@ -75,14 +76,46 @@ func (s *Server) followEvents(ctx context.Context, w *worker) {
 	w.watched.Go(func() {
 		defer s.watchers.Done()
 		defer c.reset("")
-		if w.Events == overHTTP {
+		switch {
+		case w.Events == overHTTP, w.Events == "" && s.isBaton(ctx, w):
 			c.poll(ctx)
-			return
+		case w.Events != "":
+			stream := kvevents.Stream{Address: w.Events, Replay: w.Replay, Handle: c.handle, Reset: c.reset}
+			stream.Run(ctx)
+		case ctx.Err() == nil && slices.Contains([]string{s.cfg.PrefillRouter, s.cfg.DecodeRouter}, residencyRouter):
+			s.log.Warn("kv_cache_aware without a worker's events: what it holds is guessed from what was sent there; name them as URL#events=tcp://HOST:PORT", "worker", w.URL)
 		}
-		stream := kvevents.Stream{Address: w.Events, Replay: w.Replay, Handle: c.handle, Reset: c.reset}
-		stream.Run(ctx)
 	})
 }
+
+// isBaton waits until it is known what the worker is.
+func (s *Server) isBaton(ctx context.Context, w *worker) bool {
+	select {
+	case <-w.identified:
+		d := s.dialect()
+		return d != nil && d.name() == "baton"
+	case <-ctx.Done():
+		return false
+	}
+}
+
+// awaitEvents waits until it is known what one of Baton's engines holds, lest it gets what others hold: a relay that has
+// just begun knows no conversation. One that does not tell in time joins all the same.
+func (s *Server) awaitEvents(ctx context.Context, w *worker) {
+	if s.held == nil || w.Events != "" && w.Events != overHTTP {
+		return
+	}
+	timer := time.NewTimer(firstEvents)
+	defer timer.Stop()
+	select {
+	case <-w.told:
+	case <-timer.C:
+	case <-ctx.Done():
+	}
+}
+
+// firstEvents is how long a worker may take to tell what it holds before it gets requests.
+const firstEvents = 2 * time.Second
 
 // cacheView is one worker's part of the residency. It belongs to the goroutine that follows the worker's events.
 type cacheView struct {
@@ -146,21 +179,9 @@ func (c *cacheView) stored(e kvevents.Event) {
 		}
 		return
 	}
-	if len(c.names)+len(e.Blocks) > maxNames {
-		c.reset(fmt.Sprintf("it has named more than %d blocks", maxNames))
-		c.reporting()
-	}
-	parent := kvcache.Digest{}
-	if e.Parent != "" {
-		known, ok := c.names[e.Parent]
-		if !ok {
-			return // nothing could be matched up to there
-		}
-		parent = known
-	}
-	chain := kvcache.Chain(parent, e.BlockSize, e.Tokens)
-	for i, name := range e.Blocks {
-		c.names[name] = chain[i]
+	parent, chain, ok := c.chain(e)
+	if !ok {
+		return
 	}
 	c.s.fleet.mu.Lock()
 	defer c.s.fleet.mu.Unlock()
@@ -170,11 +191,39 @@ func (c *cacheView) stored(e kvevents.Event) {
 	}
 }
 
+// chain is the digests of an event's blocks, and of the block before. It is not ok when that one is not known: nothing
+// could be matched up to there.
+func (c *cacheView) chain(e kvevents.Event) (parent kvcache.Digest, chain []kvcache.Digest, ok bool) {
+	if e.Digests {
+		copy(parent[:], e.Parent)
+		for _, name := range e.Blocks {
+			chain = append(chain, kvcache.Digest([]byte(name)))
+		}
+		return parent, chain, true
+	}
+	if len(c.names)+len(e.Blocks) > maxNames {
+		c.reset(fmt.Sprintf("it has named more than %d blocks", maxNames))
+		c.reporting()
+	}
+	if e.Parent != "" {
+		if parent, ok = c.names[e.Parent]; !ok {
+			return parent, nil, false
+		}
+	}
+	chain = kvcache.Chain(parent, e.BlockSize, e.Tokens)
+	for i, name := range e.Blocks {
+		c.names[name] = chain[i]
+	}
+	return parent, chain, true
+}
+
 func (c *cacheView) removed(e kvevents.Event) {
 	c.s.fleet.mu.Lock()
 	defer c.s.fleet.mu.Unlock()
 	for _, name := range e.Blocks {
-		if d, ok := c.names[name]; ok {
+		if e.Digests {
+			c.s.held.index.Remove(c.w.slot, kvcache.Digest([]byte(name)))
+		} else if d, ok := c.names[name]; ok {
 			c.s.held.index.Remove(c.w.slot, d)
 			delete(c.names, name)
 		}
@@ -184,25 +233,28 @@ func (c *cacheView) removed(e kvevents.Event) {
 // Polling of events over HTTP.
 const (
 	pollEvery = 200 * time.Millisecond
-	maxEvents = 64 << 20 // bytes of an answer
+	pollSoon  = 10 * time.Millisecond // where the engine waits for news, that several come together
+	pollAgain = time.Second           // after a failure
+	maxEvents = 64 << 20              // bytes of an answer
 )
 
-// poll asks for events until ctx ends. The engine forgets what it has told, so it can tell one relay only.
+// poll asks for events until ctx ends.
 func (c *cacheView) poll(ctx context.Context) {
-	ticker := time.NewTicker(pollEvery)
-	defer ticker.Stop()
-	next, failing := int64(0), false
-	for {
+	var at kvevents.Poll
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for failing, told := false, false; ; {
 		select {
 		case <-ctx.Done():
 			return
-		case <-ticker.C:
+		case <-timer.C:
 		}
-		body, err := c.ask(ctx)
+		asked := time.Now()
+		body, err := c.ask(ctx, at.Query())
 		var events []kvevents.Event
 		var gap bool
 		if err == nil {
-			events, next, gap, err = kvevents.DecodeJSON(body, next)
+			events, gap, err = at.Decode(body)
 		}
 		switch {
 		case ctx.Err() != nil:
@@ -211,21 +263,32 @@ func (c *cacheView) poll(ctx context.Context) {
 			if !failing {
 				c.reset(err.Error())
 			}
-			failing, next = true, 0
+			failing, at = true, kvevents.Poll{}
+			timer.Reset(pollAgain)
 			continue
 		case gap:
 			c.reset("events are missing")
 		}
 		failing = false
 		c.handle(events)
+		if !told && at.Whole() {
+			told = true
+			close(c.w.told)
+		}
+		if at.Waits() && (len(events) > 0 || time.Since(asked) > pollEvery) {
+			timer.Reset(pollSoon)
+		} else {
+			timer.Reset(pollEvery)
+		}
 	}
 }
 
-func (c *cacheView) ask(ctx context.Context) ([]byte, error) {
-	ctx, cancel := context.WithTimeout(ctx, probeTimeout)
+func (c *cacheView) ask(ctx context.Context, query string) ([]byte, error) {
+	const most = kvevents.PollWait + probeTimeout
+	ctx, cancel := context.WithTimeout(ctx, most)
 	defer cancel()
 	for {
-		a, err := c.w.endpoint.do(ctx, &call{method: http.MethodPost, path: "/kv_cache_events", header: c.s.engineAuth(""), body: pieces{}}, probeTimeout)
+		a, err := c.w.endpoint.do(ctx, &call{method: http.MethodPost, path: "/kv_cache_events" + query, header: c.s.engineAuth(""), body: pieces{}}, most)
 		if errors.Is(err, errStale) {
 			continue
 		}

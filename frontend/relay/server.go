@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -48,7 +49,7 @@ func New(cfg Config) (*Server, error) {
 	}
 	s := &Server{cfg: cfg, log: cfg.Logger, ids: ids}
 	held := route.NewIndex(0)
-	if cfg.PrefillRouter == residencyRouter || cfg.DecodeRouter == residencyRouter {
+	if looks := []string{residencyRouter, conversationRouter}; slices.Contains(looks, cfg.PrefillRouter) || slices.Contains(looks, cfg.DecodeRouter) {
 		s.held = &residency{index: held}
 	}
 	prefill, err := route.NewRouter(cfg.PrefillRouter, held)

@@ -26,6 +26,10 @@ type worker struct {
 	turns atomic.Uint64         // of its data-parallel ranks
 	kick  chan struct{}         // probes it at once
 
+	identified chan struct{} // closed when it is known what the worker is
+	settled    sync.Once     // guards that
+	told       chan struct{} // closed when it has told over HTTP what it holds
+
 	reports  bool          // guarded: its events are followed
 	roles    [2]bool       // guarded
 	joined   bool          // guarded: it has been identified since it last failed
@@ -189,6 +193,10 @@ func (s *Server) identify(ctx context.Context, w *worker) error {
 		}
 	}
 	w.facts.Store(learned)
+	w.settled.Do(func() { close(w.identified) })
+	if d.name() == "baton" {
+		s.awaitEvents(ctx, w)
+	}
 	return nil
 }
 

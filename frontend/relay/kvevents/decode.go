@@ -29,6 +29,8 @@ type Event struct {
 	// Tokens are those of Blocks, BlockSize each.
 	Tokens    []int32
 	BlockSize int
+	// Digests says that Blocks and Parent are kvcache's digests of all tokens up to there; Tokens are not told then.
+	Digests bool
 	// Foreign says that more than the tokens makes the blocks what they are: an adapter, or another storage tier.
 	Foreign bool
 }
@@ -233,9 +235,9 @@ func (d *decoder) tokens(e *Event) error {
 	return nil
 }
 
-// DecodeJSON reads events as TensorRT-LLM's and our own engines answer them to POST /kv_cache_events. next is the
-// number that the next event will have, 0 when there is none to go by; gap says that some are missing before the first.
-func DecodeJSON(b []byte, next int64) (events []Event, after int64, gap bool, err error) {
+// decodeTRT reads TensorRT-LLM's events. next is the number that the next event will have, 0 when there is none to go
+// by; gap says that some are missing before the first.
+func decodeTRT(b []byte, next int64) (events []Event, after int64, gap bool, err error) {
 	var list []struct {
 		ID   int64 `json:"event_id"`
 		Data struct {

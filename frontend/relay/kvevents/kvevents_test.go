@@ -145,14 +145,14 @@ func FuzzDecodeBatch(f *testing.F) {
 	})
 }
 
-func TestDecodeJSON(t *testing.T) {
+func TestDecodeTRT(t *testing.T) {
 	const text = `[{"event_id":4,"data":{"type":"created","num_blocks_per_cache_level":[10,0]}},
 		{"event_id":5,"data":{"type":"stored","parent_hash":null,"blocks":[{"type":"stored_block","block_hash":4203099703668305365,"cache_level":0,"tokens":[{"token_id":1,"token_extra_id":0},{"token_id":2}]},
 		{"block_hash":18446744073709551615,"tokens":[{"token_id":3},{"token_id":4}]}]}},
 		{"event_id":6,"data":{"type":"stored","parent_hash":4203099703668305365,"blocks":[{"block_hash":7,"tokens":[{"token_id":3},{"token_id":4}]},{"block_hash":8,"tokens":[{"token_id":5}]}]}},
 		{"event_id":7,"data":{"type":"updated","block_hash":7}},
 		{"event_id":8,"data":{"type":"removed","block_hashes":[18446744073709551615]}}]`
-	events, next, gap, err := DecodeJSON([]byte(text), 4)
+	events, next, gap, err := decodeTRT([]byte(text), 4)
 	want := []Event{
 		{Kind: Cleared},
 		{Kind: Stored, Blocks: []string{"4203099703668305365", "18446744073709551615"}, Tokens: []int32{1, 2, 3, 4}, BlockSize: 2},
@@ -161,13 +161,13 @@ func TestDecodeJSON(t *testing.T) {
 	if err != nil || next != 9 || gap || !reflect.DeepEqual(events, want) {
 		t.Errorf("%+v, %d, %t, %v", events, next, gap, err)
 	}
-	if _, next, gap, err := DecodeJSON([]byte(`[{"event_id":11,"data":{"type":"x"}}]`), 9); err != nil || next != 12 || !gap {
+	if _, next, gap, err := decodeTRT([]byte(`[{"event_id":11,"data":{"type":"x"}}]`), 9); err != nil || next != 12 || !gap {
 		t.Errorf("%d, %t, %v", next, gap, err)
 	}
-	if _, next, gap, err := DecodeJSON([]byte(`[]`), 9); err != nil || next != 9 || gap {
+	if _, next, gap, err := decodeTRT([]byte(`[]`), 9); err != nil || next != 9 || gap {
 		t.Errorf("%d, %t, %v", next, gap, err)
 	}
-	if _, _, _, err := DecodeJSON([]byte(`{`), 9); err == nil {
+	if _, _, _, err := decodeTRT([]byte(`{`), 9); err == nil {
 		t.Error("no error")
 	}
 }
