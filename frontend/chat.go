@@ -56,6 +56,8 @@ func (r *chatRequest) settle(withTokenizer bool) error {
 		return invalid("max_tokens", "max_tokens must be at least 1")
 	case r.maxCompletionTokens == 0:
 		return invalid("max_completion_tokens", "max_completion_tokens must be at least 1")
+	case r.given != nil && r.given.list:
+		return invalid(r.given.path, "%s is a list of prompts; a conversation has one", r.given.path)
 	case r.topLogprobs > 0 && !r.logprobs:
 		return invalid("top_logprobs", "top_logprobs needs logprobs to be true")
 	}
@@ -90,9 +92,9 @@ func newChat(limits *Limits, known int) Chat {
 }
 
 // setMessages checks a conversation and leaves it as it is: what a template needs otherwise (content as
-// one string, decoded arguments of tool calls) is the tokenizer's knowledge.
+// one string, decoded arguments of tool calls) is the tokenizer's knowledge. Only what rollouts carry is taken out.
 func (c *Chat) setMessages(v value) error {
-	c.Messages = v.raw
+	c.Messages = []byte{'['}
 	n := c.known
 	var last sampledIDs
 	err := v.elements("an array of messages", func(i int, m value) error {
@@ -111,15 +113,22 @@ func (c *Chat) setMessages(v value) error {
 				last, c.prefix.Message = ids, n
 			}
 		}
+		if i > 0 {
+			c.Messages = append(c.Messages, ',')
+		}
+		c.Messages = ids.appendOthers(c.Messages, m.raw)
 		n++
 		return err
 	})
+	c.Messages = append(c.Messages, ']')
 	switch {
 	case err != nil:
 		return err
 	case n == 0:
 		return invalid(v.path, "%s is empty: at least one message is needed", v.path)
-	case last.prompt.raw != nil:
+	}
+	c.written = trimArray(v.raw[:len(v.raw)-1])
+	if last.prompt.raw != nil {
 		c.prefix.IDs, err = last.ids(c.vocab)
 	}
 	return err
@@ -131,6 +140,7 @@ func checkMessage(message value, ids *sampledIDs) (role string, err error) {
 	content := false
 	err = message.members(func(name string, m value) (err error) {
 		switch {
+		case ids.set(name, m):
 		case name == "role":
 			role, err = m.textOf(maxLabelBytes)
 		case m.kind() == jsontext.KindNull:
@@ -145,8 +155,6 @@ func checkMessage(message value, ids *sampledIDs) (role string, err error) {
 			_, err = m.textOf(maxLabelBytes)
 		case name == "reasoning_content":
 			_, err = m.text()
-		default:
-			ids.set(name, m)
 		}
 		return err
 	})
@@ -243,8 +251,10 @@ func chatFault(ctx context.Context, err error) error {
 
 // chatGeneration makes a request ready to run.
 func (s *Server) chatGeneration(ctx context.Context, r *chatRequest, k *known) (*generation, error) {
-	p, err := prompted{ids: r.promptIDs}, error(nil)
-	if p.ids == nil {
+	p, err := prompted{}, error(nil)
+	if r.given != nil {
+		p.ids = r.given.prompts[0].ids
+	} else {
 		p, err = s.prompts.converse(ctx, &r.chat, k, scope{r.session, r.salt})
 	}
 	if err != nil {

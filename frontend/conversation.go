@@ -5,6 +5,7 @@ import (
 	"container/list"
 	"encoding/json/jsontext"
 	"hash/maphash"
+	"math/bits"
 	"slices"
 	"sync"
 
@@ -43,9 +44,10 @@ type scope struct{ conversation, salt string }
 
 // turn is one request of a conversation.
 type turn struct {
-	scope  scope
-	key    chainKey
-	script *text.Script
+	scope   scope
+	key     chainKey
+	written *writing
+	script  *text.Script
 	// prefix is the number of the script's first ids that were sampled, or came with the messages (carried), and message the
 	// last message that they are; 0 for none.
 	prefix  int
@@ -65,26 +67,82 @@ type said struct {
 	ids                []int32 // without the end of sequence
 }
 
-// chainKey names the bytes that messages begin with: so many blocks of them.
-type chainKey struct {
-	blocks int
-	hash   uint64
+// writing is an array of messages as a client wrote it, without the bracket that closes it: what a turn added to an
+// earlier one. Turns share what they have in common.
+type writing struct {
+	before *writing // nil for none
+	added  []byte
+	end    int // bytes, those before included
+
+	// Under the lock of conversations: turns of this and writings that follow it, as far as they are in use.
+	uses int
 }
 
-const chainBlock = 256
+// after is an array that goes on from an earlier one, nil for none.
+func (w *writing) after(messages []byte) *writing {
+	from := 0
+	if w != nil {
+		from = w.end
+	}
+	if w != nil && len(messages) == from {
+		return w
+	}
+	return &writing{before: w, added: bytes.Clone(messages[from:]), end: len(messages)}
+}
+
+func (w *writing) size() int64 { return int64(len(w.added)) + 64 }
+
+// begins reports whether an array of messages begins with these.
+func (w *writing) begins(messages []byte) bool {
+	if w.end < 2 || len(messages) <= w.end || !goesOn(messages[w.end:]) {
+		return false
+	}
+	// Many that begin alike differ at the end, if at all.
+	for ; w != nil; w = w.before {
+		if !bytes.Equal(messages[w.end-len(w.added):w.end], w.added) {
+			return false
+		}
+	}
+	return true
+}
+
+// chainKey names the bytes that messages begin with, up to the end of a block.
+type chainKey struct {
+	end  int
+	hash uint64
+}
+
+// Blocks of messages. Those behind the first are larger: few turns are told apart by one of many.
+const (
+	chainBlock  = 256
+	chainFirst  = 64 << 10
+	chainBehind = 4096
+)
 
 var chainSeed = maphash.MakeSeed()
 
-// chain gives the key of each number of blocks of messages, the key of none first.
+// chain gives the keys of what messages begin with, the key of nothing first. The end of messages may be that of another's, which
+// go on.
 func chain(messages []byte) []chainKey {
-	keys := make([]chainKey, 1, len(messages)/chainBlock+1)
-	var h maphash.Hash
-	h.SetSeed(chainSeed)
-	for n := 1; n*chainBlock <= len(messages); n++ {
-		h.Write(messages[(n-1)*chainBlock : n*chainBlock])
-		keys = append(keys, chainKey{n, h.Sum64()})
+	keys := make([]chainKey, 1, 1+min(len(messages), chainFirst)/chainBlock+len(messages)/chainBehind)
+	for last := keys[0]; ; keys = append(keys, last) {
+		step := chainBlock
+		if last.end >= chainFirst {
+			step = chainBehind
+		}
+		end := last.end + step
+		if end > len(messages) {
+			return keys
+		}
+		high, low := bits.Mul64(last.hash^maphash.Bytes(chainSeed, messages[last.end:end]), 0x9e3779b97f4a7c15)
+		last = chainKey{end, high ^ low}
 	}
-	return keys
+}
+
+// lastKey is the key of the first n bytes.
+func lastKey(keys []chainKey, n int) chainKey {
+	i, _ := slices.BinarySearchFunc(keys, n+1, func(k chainKey, n int) int { return k.end - n })
+	return keys[i-1]
 }
 
 func newConversations(limits ConversationLimits, m *promptMetrics) *conversations {
@@ -97,47 +155,33 @@ func newConversations(limits ConversationLimits, m *promptMetrics) *conversation
 // maxAlike bounds the turns that begin alike: choices of one prompt, and whoever asks the same.
 const maxAlike = 64
 
-// find gives the turns that messages, which may go on with anything, begin with: all of them that hold the most of it.
-func (c *conversations) find(messages []byte) []*turn {
-	if c == nil {
-		return nil
-	}
-	keys := chain(messages)
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	for _, key := range slices.Backward(keys) {
-		var found []*turn
-		for _, t := range c.turns[key] {
-			if !begins(messages, t.script) {
-				continue
+// find gives the turns that messages, which may go on with anything and have these keys, begin with: all of them that
+// hold the most of it.
+func (c *conversations) find(messages []byte, keys []chainKey) (found []*turn) {
+	for _, t := range c.alike(keys) {
+		switch {
+		case len(found) == 0:
+			if t.written.begins(messages) {
+				found = append(found, t)
 			}
-			if len(found) > 0 && t.script.Len() != found[0].script.Len() {
-				if t.script.Len() < found[0].script.Len() {
-					continue
-				}
-				found = found[:0]
-			}
+		case t.written.end < found[0].written.end:
+			return found
+		case t.written == found[0].written || t.written.begins(messages):
 			found = append(found, t)
 		}
-		if len(found) > 0 {
-			return found
-		}
 	}
-	return nil
+	return found
 }
 
-// begins reports whether an array of messages begins with those of a script.
-func begins(messages []byte, s *text.Script) bool {
-	own := s.Messages()
-	if len(own) < 2 || len(messages) <= len(own) {
-		return false
+// alike are the turns with one of the keys, those with the longest messages first.
+func (c *conversations) alike(keys []chainKey) (list []*turn) {
+	c.mu.Lock()
+	for _, key := range slices.Backward(keys) {
+		list = append(list, c.turns[key]...)
 	}
-	// Many that begin alike differ at the end, if at all.
-	last := max(0, len(own)-chainBlock)
-	if !bytes.Equal(messages[last:len(own)], own[last:]) || !bytes.Equal(messages[:last], own[:last]) {
-		return false
-	}
-	return goesOn(messages[len(own):])
+	c.mu.Unlock()
+	slices.SortStableFunc(list, func(a, b *turn) int { return b.written.end - a.written.end })
+	return list
 }
 
 // goesOn reports whether an array ends here, or has a comma and something behind it.
@@ -162,16 +206,15 @@ func (c *conversations) latest(s scope) *turn {
 
 // put remembers a turn that follows another, which may be nil and is less likely to be asked for from then on.
 func (c *conversations) put(t, prev *turn) {
-	keys := chain(t.script.Messages())
-	t.key = keys[len(keys)-1]
 	t.size = int64(t.script.Size())
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if t.size > c.limits.Bytes {
+	if t.size+int64(t.written.end) > c.limits.Bytes {
 		return
 	}
 	t.at = c.recent.PushFront(t)
 	c.bytes += t.size
+	c.hold(t.written)
 	c.turns[t.key] = append([]*turn{t}, c.turns[t.key]...)
 	if t.scope.conversation != "" {
 		c.scopes[t.scope] = t
@@ -183,6 +226,25 @@ func (c *conversations) put(t, prev *turn) {
 		c.forget(alike[len(alike)-1])
 	}
 	c.trim()
+}
+
+// hold counts a use of what was written, and drop one less.
+func (c *conversations) hold(w *writing) {
+	for ; w != nil; w = w.before {
+		if w.uses++; w.uses > 1 {
+			return
+		}
+		c.bytes += w.size()
+	}
+}
+
+func (c *conversations) drop(w *writing) {
+	for ; w != nil; w = w.before {
+		if w.uses--; w.uses > 0 {
+			return
+		}
+		c.bytes -= w.size()
+	}
 }
 
 // use says that a turn is of use.
@@ -248,6 +310,7 @@ func (c *conversations) forget(t *turn) {
 	c.recent.Remove(t.at)
 	t.at = nil
 	c.bytes -= t.size
+	c.drop(t.written)
 	left := slices.DeleteFunc(c.turns[t.key], func(x *turn) bool { return x == t })
 	if c.turns[t.key] = left; len(left) == 0 {
 		delete(c.turns, t.key)
@@ -259,14 +322,15 @@ func (c *conversations) forget(t *turn) {
 
 // known is the beginning of a body's messages that an earlier request had, and that was checked then.
 type known struct {
-	turns   []*turn // all of the same messages; empty for none
-	at      int     // where the array begins in the body
-	removed int     // bytes that are left out in body
-	body    []byte  // without what is known
+	turns   []*turn    // all of the same messages; empty for none
+	at      int        // where the array begins in the body
+	removed int        // bytes that are left out in body
+	body    []byte     // without what is known
+	keys    []chainKey // of the array, which other bytes may follow; nil if they are not known
 }
 
 // recall looks for what is known of a body. The rest is then read as if it were all: what is left out are whole elements of
-// the array of messages, if it is that array, which confirm tells.
+// the array of messages, if it is that array, which settle tells.
 func (c *conversations) recall(body []byte) known {
 	k := known{body: body, at: -1}
 	if c == nil {
@@ -275,11 +339,11 @@ func (c *conversations) recall(body []byte) known {
 	if k.at = messagesAt(body); k.at < 0 {
 		return k
 	}
-	if k.turns = c.find(body[k.at:]); len(k.turns) == 0 {
+	k.keys = chain(body[k.at:])
+	if k.turns = c.find(body[k.at:], k.keys); len(k.turns) == 0 {
 		return k
 	}
-	end := k.at + len(k.turns[0].script.Messages())
-	rest := bytes.TrimLeft(body[end:], " \t\r\n")
+	rest := bytes.TrimLeft(body[k.at+k.turns[0].written.end:], " \t\r\n")
 	if rest[0] == ',' {
 		rest = rest[1:]
 	}
@@ -308,13 +372,27 @@ func messagesAt(body []byte) int {
 	return -1
 }
 
-// confirm gives the whole array of messages, when raw is what was read of the body without what is known.
-func (k *known) confirm(whole, raw []byte) ([]byte, bool) {
-	if len(raw) == 0 || k.at >= len(k.body) || &raw[0] != &k.body[k.at] {
-		return nil, false
+// settle puts what is known of a body before what was read of the rest. It reports false if what was left out were not its
+// messages.
+func (k *known) settle(body []byte, c *Chat) bool {
+	read := c.written
+	if k.at < 0 || k.at >= len(k.body) || &read[0] != &k.body[k.at] {
+		return false
 	}
-	return whole[k.at : k.at+len(raw)+k.removed], true
+	if len(k.turns) == 0 {
+		return true
+	}
+	c.written = trimArray(body[k.at : k.at+len(read)+k.removed])
+	old := k.turns[0].script.Messages() // the same of all, as it follows from what is written
+	if len(c.Messages) > 2 {
+		old = slices.Concat(old, []byte{','})
+	}
+	c.Messages = slices.Concat(old, c.Messages[1:])
+	return true
 }
+
+// trimArray leaves out what follows the last element.
+func trimArray(open []byte) []byte { return bytes.TrimRight(open, " \t\r\n") }
 
 // messages is how many are known.
 func (k *known) messages() int {

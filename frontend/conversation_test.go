@@ -420,9 +420,22 @@ func TestConversationLimits(t *testing.T) {
 	c := k.s.prompts.conversations
 	var bytes int64
 	turns := 0
+	used := map[*writing]int{}
 	for e := c.recent.Front(); e != nil; e = e.Next() {
-		bytes += e.Value.(*turn).size
+		t := e.Value.(*turn)
+		bytes += t.size
 		turns++
+		for w := t.written; w != nil; w = w.before {
+			if used[w]++; used[w] > 1 {
+				break
+			}
+			bytes += w.size()
+		}
+	}
+	for w, n := range used {
+		if w.uses != n {
+			t.Errorf("%d uses of a writing, %d counted", n, w.uses)
+		}
 	}
 	listed := 0
 	for _, l := range c.turns {

@@ -410,7 +410,7 @@ func TestMessagesAreChecked(t *testing.T) {
 	for _, ok := range []string{
 		`[{"name":"z","role":"user","content":"\u00e9"}]`,
 		`[{"role":"user","content":[{"type":"text","text":"a"},{"text":"b","type":"text"}]},{"role":"user","content":[]}]`,
-		`[{"role":"assistant","content":null,"tool_calls":null}, {"role":"assistant"}]`,
+		`[{"role":"assistant","content":null,"tool_calls":null},{"role":"assistant"}]`,
 		`[{"role":"assistant","tool_calls":[{"id":"1","function":{"name":"f","arguments":"{\"b\":1}"}}]}]`,
 	} {
 		c := newChat(&Limits{}, 0)

@@ -91,17 +91,12 @@ func (p *Prompter) Prompt(ctx context.Context, body []byte, conversation string)
 func (p *Prompter) read(body []byte) (*chatRequest, known, error) {
 	k := p.conversations.recall(body)
 	req, err := parseChat(k.body, p.limits, p.known, k.messages())
-	if len(k.turns) == 0 {
-		return req, k, err
+	if err == nil && k.settle(body, &req.chat) {
+		return req, k, nil
 	}
-	if err == nil && (len(req.chat.required) == 0 || req.chat.lastAnswer >= 0) {
-		if whole, ok := k.confirm(body, req.chat.Messages); ok {
-			req.chat.Messages = whole
-			return req, k, nil
-		}
+	if len(k.turns) > 0 { // it is something else that is known, or an error to be told with its place in the whole
+		req, err = parseChat(body, p.limits, p.known, 0)
 	}
-	// It is something else that is known, or an error to be told with its place in the whole.
-	req, err = parseChat(body, p.limits, p.known, 0)
 	return req, known{}, err
 }
 
@@ -145,6 +140,15 @@ func (p *Prompter) converse(ctx context.Context, c *Chat, k *known, who scope) (
 		return prompted{script.IDs(), prev}, nil
 	}
 	t := &turn{scope: who, script: script, prefix: len(prefix.IDs), message: prefix.Message, carried: carried}
+	if k.keys == nil {
+		k.keys = chain(c.written)
+	}
+	t.key = lastKey(k.keys, len(c.written))
+	var before *writing
+	if prev != nil {
+		before = prev.written
+	}
+	t.written = before.after(c.written)
 	p.conversations.put(t, prev)
 	return prompted{script.IDs(), t}, nil
 }

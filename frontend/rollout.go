@@ -16,16 +16,46 @@ import (
 var rolloutFields = []string{"prompt_token_ids", "generation_token_ids", "generation_log_probs"}
 
 // sampledIDs are the rollout fields of a message.
-type sampledIDs struct{ prompt, generation value }
+type sampledIDs struct {
+	prompt, generation value
+	any                bool // null ones too
+}
 
-// set notes a member.
-func (r *sampledIDs) set(name string, m value) {
-	switch name {
-	case "prompt_token_ids":
+// set notes a member if it is one of the fields.
+func (r *sampledIDs) set(name string, m value) bool {
+	if !slices.Contains(rolloutFields, name) {
+		return false
+	}
+	r.any = true
+	switch {
+	case m.kind() == jsontext.KindNull:
+	case name == "prompt_token_ids":
 		r.prompt = m
-	case "generation_token_ids":
+	case name == "generation_token_ids":
 		r.generation = m
 	}
+	return true
+}
+
+// appendOthers appends a message without the fields.
+func (r *sampledIDs) appendOthers(b []byte, message jsontext.Value) []byte {
+	if !r.any {
+		return append(b, message...)
+	}
+	b = append(b, '{')
+	first := true
+	for c := inside(message); c.more(); {
+		quoted, m := c.member()
+		if name, err := unquoted(quoted); err == nil && slices.Contains(rolloutFields, name) {
+			continue
+		}
+		if !first {
+			b = append(b, ',')
+		}
+		first = false
+		b = append(append(append(b, quoted...), ':'), m...)
+	}
+	return append(b, '}')
 }
 
 // check refuses half a bundle: without what was sampled the turn would be lost without a word.

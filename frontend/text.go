@@ -60,7 +60,7 @@ func (t modelTokenizer) template() (*text.Template, error) {
 // forTemplate is what the template is given.
 func (c *Chat) forTemplate() text.Chat {
 	return text.Chat{
-		Messages: c.Messages, Tools: c.Tools, Documents: c.Documents, Extra: c.Kwargs, Hidden: rolloutFields,
+		Messages: c.Messages, Tools: c.Tools, Documents: c.Documents, Extra: c.Kwargs,
 		AddGenerationPrompt: c.AddGenerationPrompt, ContinueFinalMessage: c.ContinueFinalMessage,
 	}
 }

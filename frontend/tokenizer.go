@@ -34,10 +34,10 @@ type Detokenizer interface {
 	Flush() string
 }
 
-// Chat is what a chat template is rendered from: checked JSON as the client wrote it, with members in
+// Chat is what a chat template is rendered from: checked JSON, its values as the client wrote them and with members in
 // their order.
 type Chat struct {
-	Messages             []byte // array of objects
+	Messages             []byte // array of objects, without what rollouts carry
 	Tools                []byte // array of objects; nil for none
 	Documents            []byte // likewise
 	Kwargs               []byte // object: further variables of the template; nil for none
@@ -45,6 +45,8 @@ type Chat struct {
 	ContinueFinalMessage bool // the answer goes on with the last message
 
 	generationPrompt *bool // add_generation_prompt as given
+
+	written []byte // the array of messages as the client wrote it, without the bracket that closes it
 
 	// What the client says of ids: see rollout.go.
 	prefix     text.Prefix
