@@ -13,7 +13,6 @@ type Script struct {
 	template *Template
 	chat     Chat           // with copies of what the caller gave; Now is the time of the first turn
 	ends     []int          // where each message ends in chat.Messages
-	shown    [][]byte       // of each message what the template is shown; nil if that is all of it
 	shapes   []messageShape // of each message
 	prompt   Prompt
 	body     int    // bytes of the prompt's text before the generation prompt; -1 if nothing can be built on it
@@ -87,11 +86,7 @@ func (s *Script) Len() int { return len(s.ends) }
 
 // Size is about the bytes of memory that the Script takes.
 func (s *Script) Size() int {
-	shown := 0
-	for _, m := range s.shown {
-		shown += len(m) + 24
-	}
-	return shown + len(s.chat.Messages) + len(s.chat.Tools) + len(s.chat.Documents) + len(s.chat.Extra) + len(s.prompt.Text) +
+	return len(s.chat.Messages) + len(s.chat.Tools) + len(s.chat.Documents) + len(s.chat.Extra) + len(s.prompt.Text) +
 		len(s.windowText) + 4*len(s.ids) + 16*len(s.syncs) + 24*len(s.ends) + 8*len(s.prompt.plain) + 512
 }
 
@@ -110,7 +105,7 @@ func (s *Script) Follows(tm *Template, c *Chat) Reason {
 		return Fresh
 	case c.ContinueFinalMessage:
 		return Continued
-	case s.template != tm || s.chat.AddGenerationPrompt != c.AddGenerationPrompt || !bytes.Equal(s.chat.Extra, c.Extra) || !slices.Equal(s.chat.Hidden, c.Hidden):
+	case s.template != tm || s.chat.AddGenerationPrompt != c.AddGenerationPrompt || !bytes.Equal(s.chat.Extra, c.Extra):
 		return OtherOptions
 	case !bytes.Equal(s.chat.Tools, c.Tools) || !bytes.Equal(s.chat.Documents, c.Documents):
 		return OtherTools
@@ -165,7 +160,7 @@ func (r *rendering) final(ctx context.Context, p Prefix, reuse *Reuse) (*Script,
 		s.ids, s.syncs, err = r.t.encodeFrom(prompt, nil, nil)
 		return s, err
 	}
-	if _, err := r.scan(nil, nil, 0); err != nil {
+	if _, err := r.scan(nil, 0); err != nil {
 		return nil, err
 	}
 	switch last := len(r.ends) - 1; {

@@ -20,7 +20,6 @@ type rendering struct {
 	trial bool
 
 	ends   []int
-	shown  [][]byte // of each message, what is not hidden; nil for all of it
 	shapes []messageShape
 	picked int // messages of the window when it was picked
 
@@ -30,10 +29,9 @@ type rendering struct {
 	items []jinja.Value
 }
 
-// scan finds the messages behind those that are known and end at byte from of the array. It gives what of them is not
-// hidden.
-func (r *rendering) scan(known []int, shown [][]byte, from int) (fresh [][]byte, err error) {
-	r.ends, r.shown = slices.Clip(known), slices.Clip(shown)
+// scan finds the messages behind those that are known and end at byte from of the array.
+func (r *rendering) scan(known []int, from int) (fresh [][]byte, err error) {
+	r.ends = slices.Clip(known)
 	raw := bytes.Trim(r.chat.Messages, whiteSpace)
 	r.chat.Messages = bytes.Clone(raw)
 	if from == 0 {
@@ -58,16 +56,7 @@ func (r *rendering) scan(known []int, shown [][]byte, from int) (fresh [][]byte,
 			return nil, r.badMessages(err)
 		}
 		r.ends = append(r.ends, skipped+int(d.InputOffset()))
-		clean, err := hideMembers(v, r.chat.Hidden)
-		if err != nil {
-			return nil, r.badMessages(err)
-		}
-		clean = bytes.Clone(clean)
-		fresh = append(fresh, clean)
-		if len(clean) == len(v) {
-			clean = nil
-		}
-		r.shown = append(r.shown, clean)
+		fresh = append(fresh, bytes.Clone(v))
 	}
 	if _, err := d.ReadToken(); err != nil {
 		return nil, r.badMessages(err)
@@ -82,11 +71,8 @@ func (r *rendering) badMessages(err error) error {
 	return r.tm.failure(errors.New("messages: " + err.Error()))
 }
 
-// message is the JSON of one of a script's messages, as the template is shown it.
+// message is the JSON of one of a script's messages.
 func (s *Script) message(i int) []byte {
-	if s.shown[i] != nil {
-		return s.shown[i]
-	}
 	from := 1
 	if i > 0 {
 		from = s.ends[i-1]
@@ -97,7 +83,6 @@ func (s *Script) message(i int) []byte {
 // decode makes the template's variables with these messages.
 func (r *rendering) decode(list [][]byte) error {
 	c := r.chat
-	c.Hidden = nil // it is
 	c.Messages = slices.Concat([]byte{'['}, bytes.Join(list, []byte{','}), []byte{']'})
 	m, vars, err := r.tm.decode(c)
 	if err != nil {
@@ -146,7 +131,7 @@ func copyValue(v jinja.Value) jinja.Value {
 
 // whole renders all messages. prev may help to encode them.
 func (r *rendering) whole(ctx context.Context, prev *Script, p Prefix, reuse *Reuse) (*Script, error) {
-	list, err := r.scan(nil, nil, 0)
+	list, err := r.scan(nil, 0)
 	if err != nil {
 		return nil, err
 	}
@@ -179,7 +164,7 @@ func (r *rendering) whole(ctx context.Context, prev *Script, p Prefix, reuse *Re
 func (r *rendering) script(prompt Prompt) *Script {
 	c := r.chat // its messages are a copy already
 	c.Tools, c.Documents, c.Extra = bytes.Clone(c.Tools), bytes.Clone(c.Documents), bytes.Clone(c.Extra)
-	return &Script{template: r.tm, chat: c, ends: r.ends, shown: r.shown, shapes: r.shapes, prompt: prompt}
+	return &Script{template: r.tm, chat: c, ends: r.ends, shapes: r.shapes, prompt: prompt}
 }
 
 // local reports whether windows may be used.
@@ -263,7 +248,7 @@ func soft(err error) error {
 
 // extend renders what follows prev. A reason other than Extended is that this cannot be done.
 func (r *rendering) extend(ctx context.Context, prev *Script, p Prefix, reuse *Reuse) (*Script, Reason, error) {
-	fresh, err := r.scan(prev.ends, prev.shown, prev.end())
+	fresh, err := r.scan(prev.ends, prev.end())
 	if err != nil {
 		return nil, Extended, err
 	}

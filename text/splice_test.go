@@ -124,9 +124,6 @@ func turnsOf(t *rapid.T) [][]string {
 		if role == "assistant" && rapid.Bool().Draw(t, "thinks") {
 			m += `,"reasoning_content":"` + content.Draw(t, "thought") + `"`
 		}
-		if rapid.Bool().Draw(t, "carries ids") {
-			m += `, "ids": [1, 2]`
-		}
 		return m + "}"
 	}
 	call := `{"role":"assistant","content":"","tool_calls":[{"id":"a","type":"function","function":{"name":"f","arguments":"{\"n\":1}"}}]}`
@@ -165,7 +162,7 @@ func TestTranscribe(t *testing.T) {
 		var prev *Script
 		for _, turn := range turnsOf(t) {
 			messages = append(messages, turn...)
-			c := Chat{Messages: []byte("[ " + strings.Join(messages, " ,\n") + " ]"), Tools: []byte(`[{"type":"function"}]`), Hidden: []string{"ids"}, AddGenerationPrompt: true}
+			c := Chat{Messages: []byte("[ " + strings.Join(messages, " ,\n") + " ]"), Tools: []byte(`[{"type":"function"}]`), AddGenerationPrompt: true}
 			whole, err := tm.Render(t.Context(), c)
 			if err != nil {
 				t.Fatal(err)
@@ -478,27 +475,5 @@ func TestConversations(t *testing.T) {
 			}
 			t.Log(reasons)
 		})
-	}
-}
-
-// TestHide: what is hidden is gone, and everything else is as it was.
-func TestHide(t *testing.T) {
-	for _, c := range []struct{ in, want string }{
-		{`[{"a":1,"ids":[1,2],"b":{"ids":3}}]`, `[{"a":1,"b":{"ids":3}}]`},
-		{`[{"ids":[1,2]} , {"b":"ids"}, 5, null]`, `[{},{"b":"ids"},5,null]`},
-		{`[ {"b": 1 , "ids" : null , "c":"\"ids\""} ] `, `[{"b":1,"c":"\"ids\""}] `},
-		{`[{"b":1}]`, `[{"b":1}]`},
-		{`{"ids":1}`, `{"ids":1}`},
-		{`[{"ids":1}] x`, `[{}] x`}, // whoever reads it refuses it
-	} {
-		got, err := hide([]byte(c.in), []string{"ids", "x"})
-		if err != nil || string(got) != c.want {
-			t.Errorf("%s: %s, %v; want %s", c.in, got, err, c.want)
-		}
-	}
-	for _, bad := range []string{`[{"ids":1`, `[{"ids"}]`, `[{"ids":1,}]`, `[{"ids":[}]`, `[{"ids":1}`} {
-		if got, err := hide([]byte(bad), []string{"ids"}); err == nil {
-			t.Errorf("%s: %s", bad, got)
-		}
 	}
 }

@@ -41,8 +41,6 @@ type Chat struct {
 	Tools     []byte // JSON array; empty is none
 	Documents []byte // likewise
 	Extra     []byte // JSON object of further arguments (chat_template_kwargs); empty is none
-	// Hidden are members of messages that the template is not shown.
-	Hidden []string
 	// AddGenerationPrompt asks for the beginning of the assistant's answer.
 	AddGenerationPrompt bool
 	// ContinueFinalMessage leaves the last message open: what follows its content is cut off, so that the
@@ -269,12 +267,6 @@ func (tm *Template) variables(c Chat, m *marker) (map[string]jinja.Value, error)
 		vars[f.name] = jinja.None()
 		if len(f.raw) == 0 && f.name != "messages" {
 			continue
-		}
-		if f.name == "messages" {
-			var err error
-			if f.raw, err = hide(f.raw, c.Hidden); err != nil {
-				return nil, fmt.Errorf("messages: %w", err)
-			}
 		}
 		v, err := decodeValue(f.raw, m.text)
 		if err != nil {

@@ -1,12 +1,10 @@
 package text
 
 import (
-	"bytes"
 	"encoding/json/jsontext"
 	"errors"
 	"fmt"
 	"io"
-	"slices"
 	"strconv"
 	"strings"
 
@@ -33,79 +31,6 @@ func decodeValue(raw jsontext.Value, text func(string) string) (jinja.Value, err
 		return jinja.None(), errors.New("more than one JSON value")
 	}
 	return v, nil
-}
-
-// hide leaves members out of the objects of an array. What is not an array of objects stays as it is, for others to refuse.
-func hide(raw []byte, names []string) ([]byte, error) {
-	if !mentions(raw, names) {
-		return raw, nil
-	}
-	d := jsontext.NewDecoder(bytes.NewBuffer(raw), readOptions)
-	if d.PeekKind() != '[' {
-		return raw, nil
-	}
-	if _, err := d.ReadToken(); err != nil {
-		return nil, err
-	}
-	out := []byte{'['}
-	for d.PeekKind() != ']' {
-		v, err := d.ReadValue()
-		if err != nil {
-			return nil, err
-		}
-		if v, err = hideMembers(v, names); err != nil {
-			return nil, err
-		}
-		if len(out) > 1 {
-			out = append(out, ',')
-		}
-		out = append(out, v...)
-	}
-	if _, err := d.ReadToken(); err != nil {
-		return nil, err
-	}
-	// Whatever follows the array is still there to be refused.
-	return append(append(out, ']'), raw[d.InputOffset():]...), nil
-}
-
-// mentions reports whether one of the names may be that of a member.
-func mentions(raw []byte, names []string) bool {
-	return slices.ContainsFunc(names, func(name string) bool { return bytes.Contains(raw, []byte(`"`+name+`"`)) })
-}
-
-// hideMembers leaves members out of an object. Other values stay as they are.
-func hideMembers(raw []byte, names []string) ([]byte, error) {
-	if !mentions(raw, names) {
-		return raw, nil
-	}
-	d := jsontext.NewDecoder(bytes.NewBuffer(raw), readOptions)
-	if d.PeekKind() != '{' {
-		return raw, nil
-	}
-	if _, err := d.ReadToken(); err != nil {
-		return nil, err
-	}
-	out := []byte{'{'}
-	for d.PeekKind() != '}' {
-		name, err := d.ReadValue()
-		if err != nil {
-			return nil, err
-		}
-		name = slices.Clone(name)
-		v, err := d.ReadValue()
-		if err != nil {
-			return nil, err
-		}
-		if slices.Contains(names, string(name[1:len(name)-1])) {
-			continue
-		}
-		if len(out) > 1 {
-			out = append(out, ',')
-		}
-		out = append(append(append(out, name...), ':'), v...)
-	}
-	_, err := d.ReadToken()
-	return append(out, '}'), err
 }
 
 func readValue(d *jsontext.Decoder, text func(string) string) (jinja.Value, error) {
