@@ -136,11 +136,12 @@ func (s *Server) postWorker(w http.ResponseWriter, r *http.Request) {
 		BootstrapPort int    `json:"bootstrap_port"`
 		Events        string `json:"events"`
 		Replay        string `json:"replay"`
+		Ranks         int    `json:"ranks"`
 	}
 	d := json.NewDecoder(http.MaxBytesReader(w, r.Body, 64<<10))
 	d.DisallowUnknownFields()
 	if err := d.Decode(&q); err != nil {
-		writeError(w, badRequest("", `the body must be {"url": "http://HOST:PORT", "role": "prefill|decode|both"}, perhaps with bootstrap_port, events and replay`))
+		writeError(w, badRequest("", `the body must be {"url": "http://HOST:PORT", "role": "prefill|decode|both"}, perhaps with bootstrap_port, events, replay and ranks`))
 		return
 	}
 	spec, err := ParseWorker(q.URL)
@@ -156,7 +157,7 @@ func (s *Server) postWorker(w http.ResponseWriter, r *http.Request) {
 		spec.BootstrapPort = q.BootstrapPort
 	}
 	if q.Events != "" {
-		spec.Events, spec.Replay = q.Events, q.Replay
+		spec.Events, spec.Replay, spec.Ranks = q.Events, q.Replay, q.Ranks
 	}
 	if err := checkEvents(&spec); err != nil {
 		writeError(w, badRequest("events", "%v", err))

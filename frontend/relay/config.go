@@ -111,8 +111,11 @@ type Worker struct {
 	// Events is where KV events come from, for kv_cache_aware: a ZMQ address as vLLM publishes them
 	// (tcp://HOST:5557), or "http" for POST /kv_cache_events.
 	Events string
-	// Replay is the ZMQ address where missed events can be asked for; "" is one port above Events.
+	// Replay is the ZMQ address where missed events can be asked for; "" is one port above Events, or none with several
+	// ranks.
 	Replay string
+	// Ranks are vLLM's data-parallel ranks (default 1): each publishes and replays one port above the one before it.
+	Ranks int
 }
 
 // DefaultBootstrapPort is SGLang's and Mooncake's.
@@ -141,8 +144,12 @@ func ParseWorker(text string) (Worker, error) {
 			w.Events = value
 		case "replay":
 			w.Replay = value
+		case "ranks":
+			if w.Ranks, err = strconv.Atoi(value); err != nil {
+				return w, fmt.Errorf("worker %q: ranks=%s is not a number", text, value)
+			}
 		default:
-			return w, fmt.Errorf("worker %q: no setting %q; there are bootstrap, events and replay", text, name)
+			return w, fmt.Errorf("worker %q: no setting %q; there are bootstrap, events, replay and ranks", text, name)
 		}
 	}
 	return w, nil

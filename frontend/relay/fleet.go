@@ -145,7 +145,7 @@ func (f *fleet) nextTrial(l legKind, now time.Time) time.Duration {
 func (f *fleet) take(l legKind, q route.Request, content int64, list []*worker) *lease {
 	view := f.view[:0]
 	for _, w := range list {
-		view = append(view, route.Worker{ID: w.id, Slot: w.slot, Requests: w.requests[0] + w.requests[1], Content: w.content, Reports: w.reports})
+		view = append(view, route.Worker{ID: w.id, Slot: w.slot, Requests: w.requests[0] + w.requests[1], Content: w.content, Reports: w.reports > 0})
 	}
 	f.view = view
 	choice := f.routers[l].Pick(q, view)

@@ -1,6 +1,7 @@
 package relay
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -44,16 +45,23 @@ func (r *residency) blockSize() int {
 // overHTTP is the Events of workers that answer POST /kv_cache_events.
 const overHTTP = "http"
 
+// maxRanks bounds Worker.Ranks.
+const maxRanks = 1024
+
 // checkEvents completes a worker's event addresses and says what is wrong with them.
 func checkEvents(w *Worker) error {
+	w.Ranks = cmp.Or(w.Ranks, 1)
+	if w.Ranks < 1 || w.Ranks > maxRanks {
+		return fmt.Errorf("ranks is %d; it is from 1 to %d", w.Ranks, maxRanks)
+	}
 	if w.Events == "" || w.Events == overHTTP {
-		if w.Replay != "" {
-			return errors.New("replay needs events of the form tcp://HOST:PORT")
+		if w.Replay != "" || w.Ranks != 1 {
+			return errors.New("replay and ranks need events of the form tcp://HOST:PORT")
 		}
 		return nil
 	}
-	if w.Replay == "" {
-		w.Replay = kvevents.DefaultReplay(w.Events)
+	if w.Replay == "" && w.Ranks == 1 {
+		w.Replay = kvevents.Above(w.Events, 1)
 	}
 	if w.Replay == "none" {
 		w.Replay = ""
@@ -61,6 +69,9 @@ func checkEvents(w *Worker) error {
 	s := kvevents.Stream{Address: w.Events, Replay: w.Replay}
 	if err := s.Check(); err != nil {
 		return fmt.Errorf("%w (or \"http\" for POST /kv_cache_events)", err)
+	}
+	if last := w.Ranks - 1; kvevents.Above(w.Events, last) == "" || w.Replay != "" && kvevents.Above(w.Replay, last) == "" {
+		return fmt.Errorf("there are no ports for %d ranks above %s", w.Ranks, w.Events)
 	}
 	return nil
 }
@@ -71,17 +82,35 @@ func (s *Server) followEvents(ctx context.Context, w *worker) {
 	if s.held == nil {
 		return
 	}
-	c := &cacheView{s: s, w: w, names: map[string]kvcache.Digest{}}
-	s.watchers.Add(1)
-	w.watched.Go(func() {
-		defer s.watchers.Done()
-		defer c.reset("")
+	follow := func(run func(c *cacheView)) {
+		s.watchers.Add(1)
+		w.watched.Go(func() {
+			defer s.watchers.Done()
+			c := &cacheView{s: s, w: w, names: map[string]kvcache.Digest{}}
+			defer c.reset("")
+			run(c)
+		})
+	}
+	if w.Events != "" && w.Events != overHTTP {
+		if w.Ranks > 1 {
+			w.copies = make(map[kvcache.Digest]int)
+		}
+		for rank := range w.Ranks {
+			stream := kvevents.Stream{Address: kvevents.Above(w.Events, rank)}
+			if w.Replay != "" {
+				stream.Replay = kvevents.Above(w.Replay, rank)
+			}
+			follow(func(c *cacheView) {
+				stream.Handle, stream.Reset = c.handle, c.reset
+				stream.Run(ctx)
+			})
+		}
+		return
+	}
+	follow(func(c *cacheView) {
 		switch {
-		case w.Events == overHTTP, w.Events == "" && s.isBaton(ctx, w):
+		case w.Events == overHTTP, s.isBaton(ctx, w):
 			c.poll(ctx)
-		case w.Events != "":
-			stream := kvevents.Stream{Address: w.Events, Replay: w.Replay, Handle: c.handle, Reset: c.reset}
-			stream.Run(ctx)
 		case ctx.Err() == nil && slices.Contains([]string{s.cfg.PrefillRouter, s.cfg.DecodeRouter}, residencyRouter):
 			s.log.Warn("kv_cache_aware without a worker's events: what it holds is guessed from what was sent there; name them as URL#events=tcp://HOST:PORT", "worker", w.URL)
 		}
@@ -117,27 +146,49 @@ func (s *Server) awaitEvents(ctx context.Context, w *worker) {
 // firstEvents is how long a worker may take to tell what it holds before it gets requests.
 const firstEvents = 2 * time.Second
 
-// cacheView is one worker's part of the residency. It belongs to the goroutine that follows the worker's events.
+// cacheView is one worker's part of the residency, or that of one of its ranks. It belongs to the goroutine that follows
+// these events.
 type cacheView struct {
 	s     *Server
 	w     *worker
 	names map[string]kvcache.Digest // of the worker's names of blocks
 	told  bool                      // that its blocks have another size
+
+	reports bool // its events come
 }
 
 // maxNames bounds the blocks of one worker.
 const maxNames = 1 << 20
 
-// reset forgets what is known of the worker.
+// reset forgets what is known of the worker, or of this rank.
 func (c *cacheView) reset(reason string) {
 	if reason != "" {
 		c.s.log.Warn("KV events: what the worker holds is learned anew", "worker", c.w.URL, "reason", reason)
 	}
-	clear(c.names)
 	c.s.fleet.mu.Lock()
 	defer c.s.fleet.mu.Unlock()
-	c.w.reports = false
-	c.s.held.index.Forget(c.w.slot)
+	if c.reports {
+		c.reports = false
+		c.w.reports--
+	}
+	if c.w.copies == nil {
+		c.s.held.index.Forget(c.w.slot)
+	} else {
+		for _, d := range c.names {
+			c.drop(d)
+		}
+	}
+	clear(c.names)
+}
+
+// drop notes that a block is gone here. The fleet's lock is held.
+func (c *cacheView) drop(d kvcache.Digest) {
+	if n := c.w.copies[d]; n > 1 {
+		c.w.copies[d] = n - 1
+		return
+	}
+	delete(c.w.copies, d)
+	c.s.held.index.Remove(c.w.slot, d)
 }
 
 // handle takes events.
@@ -160,8 +211,11 @@ func (c *cacheView) handle(events []kvevents.Event) {
 func (c *cacheView) reporting() {
 	c.s.fleet.mu.Lock()
 	defer c.s.fleet.mu.Unlock()
-	if !c.w.reports {
-		c.w.reports = true
+	if c.reports {
+		return
+	}
+	c.reports = true
+	if c.w.reports++; c.w.reports == 1 {
 		c.s.held.index.Forget(c.w.slot)
 	}
 }
@@ -179,52 +233,60 @@ func (c *cacheView) stored(e kvevents.Event) {
 		}
 		return
 	}
-	parent, chain, ok := c.chain(e)
+	if !e.Digests && len(c.names)+len(e.Blocks) > maxNames {
+		c.reset(fmt.Sprintf("it has named more than %d blocks", maxNames))
+		c.reporting()
+	}
+	parent, ok := c.known(e.Parent, e.Digests)
 	if !ok {
-		return
+		return // nothing could be matched up to there
+	}
+	chain := make([]kvcache.Digest, len(e.Blocks))
+	if e.Digests {
+		for i, name := range e.Blocks {
+			chain[i], _ = c.known(name, true)
+		}
+	} else {
+		chain = kvcache.Chain(parent, e.BlockSize, e.Tokens)
 	}
 	c.s.fleet.mu.Lock()
 	defer c.s.fleet.mu.Unlock()
-	for _, d := range chain {
+	for i, d := range chain {
+		c.hold(e.Blocks[i], d, e.Digests)
 		c.s.held.index.Store(c.w.slot, d, parent)
 		parent = d
 	}
 }
 
-// chain is the digests of an event's blocks, and of the block before. It is not ok when that one is not known: nothing
-// could be matched up to there.
-func (c *cacheView) chain(e kvevents.Event) (parent kvcache.Digest, chain []kvcache.Digest, ok bool) {
-	if e.Digests {
-		copy(parent[:], e.Parent)
-		for _, name := range e.Blocks {
-			chain = append(chain, kvcache.Digest([]byte(name)))
-		}
-		return parent, chain, true
+// known is the digest of a block that the worker has named before, or that has its digest for a name.
+func (c *cacheView) known(name string, isDigest bool) (d kvcache.Digest, ok bool) {
+	switch {
+	case name == "":
+		return d, true
+	case isDigest:
+		return kvcache.Digest([]byte(name)), true
 	}
-	if len(c.names)+len(e.Blocks) > maxNames {
-		c.reset(fmt.Sprintf("it has named more than %d blocks", maxNames))
-		c.reporting()
+	d, ok = c.names[name]
+	return d, ok
+}
+
+// hold notes what a block is called. The fleet's lock is held.
+func (c *cacheView) hold(name string, d kvcache.Digest, isDigest bool) {
+	if isDigest {
+		return
 	}
-	if e.Parent != "" {
-		if parent, ok = c.names[e.Parent]; !ok {
-			return parent, nil, false
-		}
+	if _, again := c.names[name]; !again && c.w.copies != nil {
+		c.w.copies[d]++
 	}
-	chain = kvcache.Chain(parent, e.BlockSize, e.Tokens)
-	for i, name := range e.Blocks {
-		c.names[name] = chain[i]
-	}
-	return parent, chain, true
+	c.names[name] = d
 }
 
 func (c *cacheView) removed(e kvevents.Event) {
 	c.s.fleet.mu.Lock()
 	defer c.s.fleet.mu.Unlock()
 	for _, name := range e.Blocks {
-		if e.Digests {
-			c.s.held.index.Remove(c.w.slot, kvcache.Digest([]byte(name)))
-		} else if d, ok := c.names[name]; ok {
-			c.s.held.index.Remove(c.w.slot, d)
+		if d, ok := c.known(name, e.Digests); ok && name != "" {
+			c.drop(d)
 			delete(c.names, name)
 		}
 	}

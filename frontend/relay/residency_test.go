@@ -5,6 +5,9 @@ import (
 	"net/http"
 	"strings"
 	"testing"
+
+	"baton/frontend/relay/kvevents"
+	"baton/kvcache"
 )
 
 // prompt is a request of n blocks of 16 ids that begins as others of its kind do.
@@ -103,13 +106,63 @@ func TestResidencyByGuess(t *testing.T) {
 }
 
 func TestParseWorker(t *testing.T) {
-	w, err := ParseWorker("http://h:1/base/#bootstrap=9000&events=tcp://h:5557&replay=none")
-	if want := (Worker{URL: "http://h:1/base", BootstrapPort: 9000, Events: "tcp://h:5557", Replay: "none"}); err != nil || w != want {
+	w, err := ParseWorker("http://h:1/base/#bootstrap=9000&events=tcp://h:5557&replay=none&ranks=2")
+	if want := (Worker{URL: "http://h:1/base", BootstrapPort: 9000, Events: "tcp://h:5557", Replay: "none", Ranks: 2}); err != nil || w != want {
 		t.Errorf("%+v, %v", w, err)
 	}
 	for _, bad := range []string{"", "h:1", "ftp://h", "http://", "http://u@h", "http://h?x=1", "http://h#bootstrap=0", "http://h#x=1", "http://h#%zz"} {
 		if w, err := ParseWorker(bad); err == nil {
 			t.Errorf("%q is taken for %+v", bad, w)
 		}
+	}
+}
+
+// A worker's ranks publish one stream each: it holds what any of them holds.
+func TestResidencyOfRanks(t *testing.T) {
+	s, err := New(Config{DecodeRouter: "kv_cache_aware"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	w := &worker{Worker: Worker{URL: "http://w"}, copies: map[kvcache.Digest]int{}}
+	var ranks [2]*cacheView
+	for i := range ranks {
+		ranks[i] = &cacheView{s: s, w: w, names: map[string]kvcache.Digest{}}
+	}
+	stored := func(name string, parent string, token int32) kvevents.Event {
+		return kvevents.Event{Kind: kvevents.Stored, Blocks: []string{name}, Parent: parent, Tokens: []int32{token}, BlockSize: 1}
+	}
+	check := func(reports, blocks int) {
+		t.Helper()
+		if w.reports != reports || s.held.index.Len() != blocks {
+			t.Errorf("%d ranks report %d blocks, want %d and %d", w.reports, s.held.index.Len(), reports, blocks)
+		}
+	}
+	ranks[0].handle([]kvevents.Event{stored("a", "", 1), stored("b", "a", 2), stored("b", "a", 2)})
+	check(1, 2)
+	ranks[1].handle([]kvevents.Event{stored("x", "", 1)})
+	check(2, 2)
+	ranks[0].handle([]kvevents.Event{{Kind: kvevents.Removed, Blocks: []string{"b"}}, {Kind: kvevents.Removed, Blocks: []string{"a", "a", "z"}}})
+	check(2, 1) // the other rank has it
+	ranks[0].handle([]kvevents.Event{stored("a", "", 1), stored("b", "a", 2)})
+	ranks[0].reset("test")
+	check(1, 1)
+	ranks[1].handle([]kvevents.Event{{Kind: kvevents.Cleared}})
+	check(1, 0)
+	ranks[1].reset("")
+	check(0, 0)
+	if len(w.copies) != 0 {
+		t.Errorf("%d blocks are counted", len(w.copies))
+	}
+	for _, bad := range []Worker{
+		{Ranks: -1}, {Ranks: 2}, {Events: "http", Ranks: 2}, {Events: "http", Replay: "tcp://h:1"}, {Events: "tcp://h:65535", Ranks: 2},
+		{Events: "tcp://h:1", Replay: "tcp://h:65535", Ranks: 2}, {Events: "tcp://h:5557", Ranks: maxRanks + 1},
+	} {
+		if err := checkEvents(&bad); err == nil {
+			t.Errorf("%+v is taken", bad)
+		}
+	}
+	if ok := (Worker{Events: "tcp://h:5557", Ranks: 4}); checkEvents(&ok) != nil || ok.Replay != "" {
+		t.Errorf("%+v", ok)
 	}
 }

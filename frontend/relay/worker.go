@@ -12,6 +12,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"baton/kvcache"
 )
 
 // worker is one engine. What the fleet's lock guards says so.
@@ -30,16 +32,17 @@ type worker struct {
 	settled    sync.Once     // guards that
 	told       chan struct{} // closed when it has told over HTTP what it holds
 
-	reports  bool          // guarded: its events are followed
-	roles    [2]bool       // guarded
-	joined   bool          // guarded: it has been identified since it last failed
-	healthy  bool          // guarded
-	trouble  string        // guarded: why it is not
-	leaving  bool          // guarded: it gets no more requests
-	breaker  breaker       // guarded
-	requests [2]int        // guarded: by leg
-	content  int64         // guarded: bytes of their text
-	idle     chan struct{} // guarded: closed when it is leaving and has no request; nil before it leaves
+	reports  int                    // guarded: of its ranks, those whose events come
+	copies   map[kvcache.Digest]int // guarded: of a block, in how many ranks; nil where there is one rank
+	roles    [2]bool                // guarded
+	joined   bool                   // guarded: it has been identified since it last failed
+	healthy  bool                   // guarded
+	trouble  string                 // guarded: why it is not
+	leaving  bool                   // guarded: it gets no more requests
+	breaker  breaker                // guarded
+	requests [2]int                 // guarded: by leg
+	content  int64                  // guarded: bytes of their text
+	idle     chan struct{}          // guarded: closed when it is leaving and has no request; nil before it leaves
 
 	stop    context.CancelFunc // of its watcher
 	watched sync.WaitGroup

@@ -458,7 +458,7 @@ func TestStrangers(t *testing.T) {
 			t.Errorf("%q is taken", bad)
 		}
 	}
-	if got := DefaultReplay("tcp://h:5557"); got != "tcp://h:5558" {
+	if got := Above("tcp://h:5557", 1); got != "tcp://h:5558" {
 		t.Errorf("%q", got)
 	}
 }

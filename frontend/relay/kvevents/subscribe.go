@@ -29,8 +29,9 @@ type Stream struct {
 	Retry time.Duration
 }
 
-// DefaultReplay is the address one port above another, where vLLM answers by convention.
-func DefaultReplay(address string) string {
+// Above is an address of ZMQ so many ports higher, "" if there is none. vLLM replays one above where it publishes, by
+// convention, and its data-parallel ranks publish one above the other.
+func Above(address string, ports int) string {
 	host, err := hostPort(address)
 	if err != nil {
 		return ""
@@ -40,10 +41,10 @@ func DefaultReplay(address string) string {
 		return ""
 	}
 	n, err := strconv.Atoi(port)
-	if err != nil || n >= 65535 {
+	if err != nil || n+ports > 65535 {
 		return ""
 	}
-	return "tcp://" + net.JoinHostPort(name, strconv.Itoa(n+1))
+	return "tcp://" + net.JoinHostPort(name, strconv.Itoa(n+ports))
 }
 
 // Check says what is wrong with the addresses, nil if nothing is.
