@@ -3,6 +3,7 @@ package frontend
 import (
 	"context"
 	"fmt"
+	"sync/atomic"
 	"unicode/utf8"
 
 	"baton/leg"
@@ -49,8 +50,9 @@ type choice struct {
 	ended      bool   // a token of it that is not shown did
 	kept       kept   // what is to be remembered
 
-	held    legStream   // of a context leg, until the answer has gone out
-	sampled wire.Result // what a context leg ended with
+	held    atomic.Pointer[leg.Stream] // of a context leg that is done, until the answer has gone out
+	sampled wire.Result                // what it ended with
+	left    leg.Left                   // and what it leaves
 
 	promptLogprobs []tokenLogprob // in order of the prompt, the first without a value
 	pending        piece

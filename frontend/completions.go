@@ -103,8 +103,8 @@ func firstElement(raw jsontext.Value) byte {
 const defaultMaxTokens = 16
 
 func (r *completionRequest) settle(withTokenizer bool) error {
-	if r.promptIDs != nil {
-		r.prompts, r.single = []prompt{{path: "prompt_token_ids", ids: r.promptIDs}}, true
+	if r.given != nil {
+		r.prompts, r.single = r.given.prompts, !r.given.list
 	}
 	if r.prompts == nil {
 		return invalid("prompt", "prompt is required: %s", promptShapes)

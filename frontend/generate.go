@@ -82,10 +82,15 @@ func (s *Server) run(ctx context.Context, a *answer, emit func(c *choice, more b
 	}
 	observe := s.metrics.observeRun(a)
 	defer observe.end()
+	renew, stop := s.renewals(a)
+	defer stop()
 	for running := len(a.choices); running > 0; {
 		var u update
 		select {
 		case u = <-updates:
+		case <-renew:
+			a.renew()
+			continue
 		case <-ctx.Done():
 			return context.Cause(ctx)
 		}

@@ -93,17 +93,16 @@ func (s *Server) answer(x *exchange, g *generation, idPrefix string) error {
 	if g.isLeg(leg.Context) {
 		a.endpoint = s.legs.Server.Address()
 	}
+	done, err := s.gather(x.ctx, a)
+	if err != nil {
+		return g.blame(err)
+	}
+	defer done()
 	defer a.closeStates()
-	var err error
 	if g.stream {
 		err = s.stream(x, a)
-	} else if err = s.run(x.ctx, a, func(*choice, bool) error { return nil }); err == nil {
-		s.prompts.remember(a.choices[0])
-		body := a.appendWhole(nil)
-		if x.ctx.Err() == nil {
-			a.keepState()
-		}
-		err = x.json(body)
+	} else {
+		err = s.whole(x, a)
 	}
 	err = g.blame(err)
 	u := a.usage()
@@ -112,15 +111,27 @@ func (s *Server) answer(x *exchange, g *generation, idPrefix string) error {
 	return err
 }
 
+// whole answers with one object.
+func (s *Server) whole(x *exchange, a *answer) error {
+	if err := s.run(x.ctx, a, func(*choice, bool) error { return nil }); err != nil {
+		return err
+	}
+	if err := a.settleLeg(); err != nil {
+		return err
+	}
+	s.prompts.remember(a.choices[0])
+	body := a.appendWhole(nil)
+	if x.ctx.Err() == nil {
+		a.keepState()
+	}
+	return x.json(body)
+}
+
 // stream answers with one event a result, each sent at once unless another result waits already.
 func (s *Server) stream(x *exchange, a *answer) error {
 	head := a.appendHead([]byte("data: "))
 	var buf []byte
-	err := s.run(x.ctx, a, func(c *choice, more bool) error {
-		if !x.began {
-			x.beginEvents()
-		}
-		buf = buf[:0]
+	event := func(c *choice) {
 		if a.chat && !c.announced {
 			buf = append(a.appendRole(append(buf, head...), c), "\n\n"...)
 			c.announced = true
@@ -129,6 +140,22 @@ func (s *Server) stream(x *exchange, a *answer) error {
 			buf = append(a.appendChunk(append(buf, head...), c), "\n\n"...)
 			c.sent()
 		}
+	}
+	begin := beginning{a: a}
+	err := s.run(x.ctx, a, func(c *choice, more bool) error {
+		buf = buf[:0]
+		if !x.began {
+			if !begin.now() {
+				return nil
+			}
+			x.beginEvents()
+			for _, other := range a.choices {
+				if other.started && other != c {
+					event(other)
+				}
+			}
+		}
+		event(c)
 		if err := x.write(buf); err != nil || more {
 			return err
 		}

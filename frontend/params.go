@@ -49,8 +49,8 @@ type params struct {
 	returnHandoff  bool
 	session, salt  string
 
-	promptIDs []int32    // the prompt as ids, beside messages or text; nil when not given
-	leg       *legParams // nil for a whole request
+	given *givenIDs  // the prompt as ids, beside messages or text; nil when not given
+	leg   *legParams // nil for a whole request
 }
 
 func newParams(limits *Limits) params {

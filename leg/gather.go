@@ -3,6 +3,7 @@ package leg
 import (
 	"context"
 	"fmt"
+	"time"
 
 	"golang.org/x/sync/semaphore"
 
@@ -47,6 +48,9 @@ func (s *Server) Gather(ctx context.Context, b Batch) (group int, done func(), e
 	}
 	return group, func() { room.Release(need) }, nil
 }
+
+// Lease is how long what a context leg left waits for its reader; 0 is for ever.
+func (s *Server) Lease() time.Duration { return s.cfg.Core.Lease }
 
 // rooms are the KV blocks of engines, for batches, by data-parallel group.
 type rooms map[int]*semaphore.Weighted
