@@ -17,9 +17,9 @@ type chatRequest struct {
 	noTools  bool // tool_choice "none"
 }
 
-// parseChat reads a body. Its first messages may be left out, so many of them: known ones.
-func parseChat(body []byte, limits *Limits, withTokenizer bool, known int) (*chatRequest, error) {
-	r := &chatRequest{params: newParams(limits), chat: newChat(limits, known)}
+// parseChat reads a body. Its first messages may be left out: those that are known, if k is not nil.
+func parseChat(body []byte, limits *Limits, withTokenizer bool, k *known) (*chatRequest, error) {
+	r := &chatRequest{params: newParams(limits), chat: newChat(limits, k)}
 	if err := decodeObject(body, limits.MaxDepth, r.field); err != nil {
 		return nil, err
 	}
@@ -86,9 +86,13 @@ func objects(v value) ([]byte, error) {
 	return v.raw, err
 }
 
-// newChat begins a conversation of which the first messages are known.
-func newChat(limits *Limits, known int) Chat {
-	return Chat{known: known, lastAnswer: -1, vocab: limits.VocabSize}
+// newChat begins a conversation of which the first messages may be known.
+func newChat(limits *Limits, k *known) Chat {
+	c := Chat{lastAnswer: -1, vocab: limits.VocabSize}
+	if k != nil && len(k.turns) > 0 {
+		c.known, c.earlier = k.turns[0].script.Len(), k.turns[0].list
+	}
+	return c
 }
 
 // setMessages checks a conversation and leaves it as it is: what a template needs otherwise (content as
@@ -129,7 +133,8 @@ func (c *Chat) setMessages(v value) error {
 	}
 	c.written = trimArray(v.raw[:len(v.raw)-1])
 	if last.prompt.raw != nil {
-		c.prefix.IDs, err = last.ids(c.vocab)
+		c.prefix.IDs, c.list.ids, err = last.ids(c.vocab, c.earlier)
+		c.list.at, c.list.size = last.prompt.at-v.at, len(last.prompt.raw)
 	}
 	return err
 }

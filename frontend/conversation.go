@@ -53,6 +53,7 @@ type turn struct {
 	prefix  int
 	message int
 	carried bool
+	list    idList // the prompt that came with the last of the messages that are new in this turn
 
 	// Under the lock of conversations:
 	at      *list.Element // nil once it is forgotten
@@ -383,6 +384,7 @@ func (k *known) settle(body []byte, c *Chat) bool {
 		return true
 	}
 	c.written = trimArray(body[k.at : k.at+len(read)+k.removed])
+	c.list.at += k.removed
 	old := k.turns[0].script.Messages() // the same of all, as it follows from what is written
 	if len(c.Messages) > 2 {
 		old = slices.Concat(old, []byte{','})
@@ -393,11 +395,3 @@ func (k *known) settle(body []byte, c *Chat) bool {
 
 // trimArray leaves out what follows the last element.
 func trimArray(open []byte) []byte { return bytes.TrimRight(open, " \t\r\n") }
-
-// messages is how many are known.
-func (k *known) messages() int {
-	if len(k.turns) == 0 {
-		return 0
-	}
-	return k.turns[0].script.Len()
-}

@@ -11,10 +11,11 @@ import (
 )
 
 // value is a JSON value of the request with the path that error messages call it by. Its bytes are
-// valid JSON and alias the body.
+// valid JSON and alias the body, in which they begin at a place.
 type value struct {
 	path string
 	raw  jsontext.Value
+	at   int
 }
 
 func (v value) kind() jsontext.Kind { return v.raw.Kind() }
@@ -109,7 +110,8 @@ func (v value) elements(want string, f func(i int, e value) error) error {
 	}
 	c := inside(v.raw)
 	for i := 0; c.more(); i++ {
-		if err := f(i, value{v.path + "[" + strconv.Itoa(i) + "]", c.value()}); err != nil {
+		e := c.value()
+		if err := f(i, value{v.path + "[" + strconv.Itoa(i) + "]", e, v.at + c.at - len(e)}); err != nil {
 			return err
 		}
 	}
@@ -131,7 +133,7 @@ func (v value) members(f func(name string, m value) error) error {
 		if v.path != "" {
 			full = v.path + "." + name
 		}
-		if err := f(name, value{full, m}); err != nil {
+		if err := f(name, value{full, m, v.at + c.at - len(m)}); err != nil {
 			return err
 		}
 	}
@@ -140,7 +142,16 @@ func (v value) members(f func(name string, m value) error) error {
 
 // tokenIDs is an array of token ids in [0, vocab), without a decoder's cost for each of them: prompts
 // come with 100,000 and more. vocab 0 is any id.
-func (v value) tokenIDs(vocab int) ([]int32, error) {
+func (v value) tokenIDs(vocab int) ([]int32, error) { return v.tokenIDsAfter(vocab, idList{}) }
+
+// idList is an array of token ids as it was written, and they.
+type idList struct {
+	raw []byte
+	ids []int32
+}
+
+// tokenIDsAfter is tokenIDs of an array that may begin as an earlier one of the same vocabulary did: that much is compared only.
+func (v value) tokenIDsAfter(vocab int, earlier idList) ([]int32, error) {
 	if v.kind() != jsontext.KindBeginArray {
 		return nil, v.wrongType("an array of token ids")
 	}
@@ -148,8 +159,15 @@ func (v value) tokenIDs(vocab int) ([]int32, error) {
 	if limit == 0 {
 		limit = math.MaxInt32
 	}
-	ids := make([]int32, 0, 1+bytes.Count(v.raw, []byte{','}))
-	for rest := v.raw[1:]; ; {
+	// The last of the earlier ones may have more digits now.
+	same := bytes.LastIndexByte(earlier.raw, ',') + 1
+	if same == 0 || !bytes.HasPrefix(v.raw, earlier.raw[:same]) {
+		same, earlier.ids = 1, nil
+	}
+	earlier.ids = earlier.ids[:max(0, len(earlier.ids)-1)]
+	ids := make([]int32, 0, len(earlier.ids)+1+bytes.Count(v.raw[same:], []byte{','}))
+	ids = append(ids, earlier.ids...)
+	for rest := v.raw[same:]; ; {
 		switch c := rest[0]; {
 		case isSpace(c) || c == ',':
 			rest = rest[1:]
@@ -183,7 +201,8 @@ func decodeObject(body []byte, maxDepth int, f func(name string, m value) error)
 			return err
 		}
 	}
-	v := value{raw: bytes.Trim(body, " \t\r\n")}
+	v := value{at: skipSpace(body, 0)}
+	v.raw = bytes.TrimRight(body[v.at:], " \t\r\n")
 	if v.kind() != jsontext.KindBeginObject {
 		return invalid("", "the body must be a JSON object")
 	}

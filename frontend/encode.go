@@ -4,6 +4,7 @@ import (
 	"encoding/json/jsontext"
 	"math"
 	"net/http"
+	"slices"
 	"strconv"
 )
 
@@ -43,12 +44,22 @@ func appendInt[T ~int | ~int32 | ~int64](b []byte, n T) []byte {
 
 // appendIDs appends an array of token ids.
 func appendIDs(b []byte, ids []int32) []byte {
-	b = append(b, '[')
+	b = append(slices.Grow(b, 7*len(ids)+2), '[')
+	var number [11]byte // with the comma before it
 	for i, id := range ids {
-		if i > 0 {
-			b = append(b, ',')
+		at := len(number)
+		for n := uint32(id); ; n /= 10 {
+			at--
+			number[at] = byte('0' + n%10)
+			if n < 10 {
+				break
+			}
 		}
-		b = appendInt(b, id)
+		if i > 0 {
+			at--
+			number[at] = ','
+		}
+		b = append(b, number[at:]...)
 	}
 	return append(b, ']')
 }

@@ -76,12 +76,12 @@ func TestTokenIDs(t *testing.T) {
 		`[100]`: "", `[-1]`: "", `[1.0]`: "", `[1e1]`: "", `["1"]`: "", `[null]`: "", `[[1]]`: "", `[true]`: "", `{}`: "", `5`: "",
 		`[4294967297]`: "", `[99999999999999999999999]`: "",
 	} {
-		ids, err := value{"x", []byte(in)}.tokenIDs(100)
+		ids, err := value{path: "x", raw: []byte(in)}.tokenIDs(100)
 		if got := string(appendIDs(nil, ids)); (err == nil) != (want != "") || err == nil && got != want {
 			t.Errorf("%s: %s, %v", in, got, err)
 		}
 	}
-	ids, err := value{"x", []byte(`[2147483646]`)}.tokenIDs(0)
+	ids, err := value{path: "x", raw: []byte(`[2147483646]`)}.tokenIDs(0)
 	if err != nil || ids[0] != 2147483646 {
 		t.Errorf("without a vocabulary: %v, %v", ids, err)
 	}
@@ -95,7 +95,7 @@ func BenchmarkChunk(b *testing.B) {
 		{"logprobs", `,"logprobs":true,"top_logprobs":5,"return_token_ids":true`},
 	} {
 		b.Run(mode.name, func(b *testing.B) {
-			r, err := parseChat([]byte(`{"messages":[{"role":"user","content":"a"}],"stream":true`+mode.more+`}`), &Limits{MaxDepth: 64, MaxLogprobs: 20}, true, 0)
+			r, err := parseChat([]byte(`{"messages":[{"role":"user","content":"a"}],"stream":true`+mode.more+`}`), &Limits{MaxDepth: 64, MaxLogprobs: 20}, true, nil)
 			if err != nil {
 				b.Fatal(err)
 			}
@@ -169,7 +169,7 @@ func BenchmarkParse(b *testing.B) {
 				if name == "ids" {
 					_, err = parseCompletion(body, limits, true)
 				} else {
-					_, err = parseChat(body, limits, true, 0)
+					_, err = parseChat(body, limits, true, nil)
 				}
 				if err != nil {
 					b.Fatal(err)

@@ -5,9 +5,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net/http"
 	"os"
 	"runtime/debug"
+	"slices"
 	"strconv"
 	"time"
 
@@ -156,12 +158,7 @@ func (x *exchange) finish(endpoint string, start time.Time, err error) {
 // body reads the request's body within the limits.
 func (x *exchange) body() ([]byte, error) {
 	limit := x.s.cfg.Limits.MaxBody
-	var buf bytes.Buffer
-	if n := x.r.ContentLength; n > 0 {
-		buf.Grow(int(min(n, 1<<20)) + bytes.MinRead) // more must come before it is believed
-	}
-	_, err := buf.ReadFrom(http.MaxBytesReader(x.w, x.r.Body, limit))
-	b := buf.Bytes()
+	b, err := readSized(http.MaxBytesReader(x.w, x.r.Body, limit), min(x.r.ContentLength, limit))
 	var tooLarge *http.MaxBytesError
 	switch {
 	case errors.As(err, &tooLarge):
@@ -180,6 +177,31 @@ func (x *exchange) body() ([]byte, error) {
 	// The deadline must not outlast the body: it would end the wait for the client's disconnection.
 	_ = x.rc.SetReadDeadline(time.Time{})
 	return b, nil
+}
+
+// readSized reads all of what is said to have a size, -1 for an unknown one. As much must have come before a larger size is believed.
+func readSized(r io.Reader, size int64) ([]byte, error) {
+	const (
+		first  = 64 << 10
+		factor = 32
+	)
+	b := make([]byte, 0, min(max(size, 0), first)+bytes.MinRead)
+	for {
+		n, err := r.Read(b[len(b):cap(b)])
+		b = b[:len(b)+n]
+		switch {
+		case errors.Is(err, io.EOF):
+			return b, nil
+		case err != nil:
+			return b, err
+		case len(b) == cap(b):
+			more := cap(b)
+			if left := size + bytes.MinRead - int64(len(b)); left > 0 {
+				more = int(min(left, factor*int64(len(b))))
+			}
+			b = slices.Grow(b, more)
+		}
+	}
 }
 
 // json answers with a whole body.

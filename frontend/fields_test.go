@@ -413,8 +413,8 @@ func TestMessagesAreChecked(t *testing.T) {
 		`[{"role":"assistant","content":null,"tool_calls":null},{"role":"assistant"}]`,
 		`[{"role":"assistant","tool_calls":[{"id":"1","function":{"name":"f","arguments":"{\"b\":1}"}}]}]`,
 	} {
-		c := newChat(&Limits{}, 0)
-		if err := c.setMessages(value{"messages", []byte(ok)}); err != nil || string(c.Messages) != ok {
+		c := newChat(&Limits{}, nil)
+		if err := c.setMessages(value{path: "messages", raw: []byte(ok)}); err != nil || string(c.Messages) != ok {
 			t.Errorf("%s became %s (%v)", ok, c.Messages, err)
 		}
 	}
@@ -427,8 +427,8 @@ func TestMessagesAreChecked(t *testing.T) {
 		`[{"role":"assistant","reasoning_content":[]}]`:    "messages[0].reasoning_content",
 		`[{"role":"user","content":{"text":"a"}}]`:         "messages[0].content",
 	} {
-		c := newChat(&Limits{}, 0)
-		err := c.setMessages(value{"messages", []byte(wrong)})
+		c := newChat(&Limits{}, nil)
+		err := c.setMessages(value{path: "messages", raw: []byte(wrong)})
 		var e *apiError
 		if !errors.As(err, &e) || e.param != param {
 			t.Errorf("%s: %v (%+v), want %s to be at fault", wrong, err, e, param)

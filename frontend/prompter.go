@@ -90,12 +90,12 @@ func (p *Prompter) Prompt(ctx context.Context, body []byte, conversation string)
 // read reads a body but for the messages that are known.
 func (p *Prompter) read(body []byte) (*chatRequest, known, error) {
 	k := p.conversations.recall(body)
-	req, err := parseChat(k.body, p.limits, p.known, k.messages())
+	req, err := parseChat(k.body, p.limits, p.known, &k)
 	if err == nil && k.settle(body, &req.chat) {
 		return req, k, nil
 	}
 	if len(k.turns) > 0 { // it is something else that is known, or an error to be told with its place in the whole
-		req, err = parseChat(body, p.limits, p.known, 0)
+		req, err = parseChat(body, p.limits, p.known, nil)
 	}
 	return req, known{}, err
 }
@@ -149,6 +149,7 @@ func (p *Prompter) converse(ctx context.Context, c *Chat, k *known, who scope) (
 		before = prev.written
 	}
 	t.written = before.after(c.written)
+	t.list = c.listIn(t.written, script.IDs())
 	p.conversations.put(t, prev)
 	return prompted{script.IDs(), t}, nil
 }

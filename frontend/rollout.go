@@ -69,17 +69,27 @@ func (r *sampledIDs) check(message string) error {
 	return nil
 }
 
-// ids are both lists, one behind the other.
-func (r *sampledIDs) ids(vocab int) ([]int32, error) {
-	prompt, err := r.prompt.tokenIDs(vocab)
+// ids are both lists, one behind the other. So many of them are the prompt, which may begin as an earlier one.
+func (r *sampledIDs) ids(vocab int, earlier idList) (all []int32, n int, err error) {
+	prompt, err := r.prompt.tokenIDsAfter(vocab, earlier)
 	if err != nil {
-		return nil, err
+		return nil, 0, err
 	}
 	sampled, err := r.generation.tokenIDs(vocab)
 	if err == nil && len(prompt) == 0 {
 		err = invalid(r.prompt.path, "%s is empty: it is what the model was given", r.prompt.path)
 	}
-	return append(prompt, sampled...), err
+	return append(prompt, sampled...), len(prompt), err
+}
+
+// listIn is the list that a chat's prefix was read from, in memory of its own. Its ids are the first of those that the
+// conversation was given.
+func (c *Chat) listIn(w *writing, ids []int32) idList {
+	from, n := c.list.at-(w.end-len(w.added)), c.list.ids
+	if c.list.size == 0 || from < 0 || !slices.Equal(ids[:min(n, len(ids))], c.prefix.IDs[:n]) {
+		return idList{}
+	}
+	return idList{w.added[from : from+c.list.size], ids[:n]}
 }
 
 // setRequiredPrefix takes the ids that the conversation's must begin with, up to the last message of the assistant.
@@ -97,6 +107,7 @@ func (c *Chat) settlePrefix() error {
 		return invalid("required_prefix_token_ids", "required_prefix_token_ids needs a message of the assistant that it ends with")
 	}
 	c.prefix = text.Prefix{IDs: c.required, Message: c.lastAnswer}
+	c.list.size = 0
 	return nil
 }
 

@@ -48,7 +48,7 @@ type tokenizeRequest struct {
 
 func (r *tokenizeRequest) parse(body []byte, limits *Limits) error {
 	r.addSpecial = true
-	r.chat = newChat(limits, 0)
+	r.chat = newChat(limits, nil)
 	err := decodeObject(body, limits.MaxDepth, func(name string, v value) (err error) {
 		switch name {
 		case "model":

@@ -55,6 +55,8 @@ type Chat struct {
 	next       jsontext.Value // the first that was read; nil for none
 	lastAnswer int            // the last message of the assistant that was read; -1 for none
 	vocab      int
+	list       struct{ at, size, ids int } // where in written the prompt of prefix is a list, and of how many ids
+	earlier    idList                      // such a list that was read before
 }
 
 var errNoTokenizer = errors.New("this model is served without a tokenizer: send the prompt as token ids to /v1/completions")
