@@ -28,13 +28,19 @@ const legVocab = 640
 // legServer serves an engine of a role over tcp, as cmd/baton does, until the test ends.
 func legServer(t *testing.T, role string) (*Server, *leg.Server) {
 	t.Helper()
+	return legServerWith(t, role, time.Second)
+}
+
+// legServerWith is legServer with leases of a length.
+func legServerWith(t *testing.T, role string, lease time.Duration) (*Server, *leg.Server) {
+	t.Helper()
 	ck, err := checkpoint.Open("../testdata/goldens/llama")
 	if err != nil {
 		t.Fatal(err)
 	}
 	quiet := slog.New(slog.DiscardHandler)
 	shard, err := engine.Open(t.Context(), engine.Config{
-		Role: role, Checkpoint: ck, KVBytes: 8 << 20, Threads: 1, Logger: quiet, Transport: "tcp", Continuation: -1, ServedModel: "toy", ExportLease: time.Second,
+		Role: role, Checkpoint: ck, KVBytes: 8 << 20, Threads: 1, Logger: quiet, Transport: "tcp", Continuation: -1, ServedModel: "toy", ExportLease: lease,
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -44,7 +50,7 @@ func legServer(t *testing.T, role string) (*Server, *leg.Server) {
 		t.Fatal(err)
 	}
 	legs, err := leg.NewServer(leg.ServerConfig{
-		Core: leg.Config{Engines: []string{role}, Address: links.Addr().String(), Lease: time.Second}, Logger: quiet,
+		Core: leg.Config{Engines: []string{role}, Address: links.Addr().String(), Lease: lease, DrainWait: time.Second}, Logger: quiet,
 	})
 	if err != nil {
 		t.Fatal(err)
