@@ -53,10 +53,15 @@ type try struct {
 
 // prefilled is a prefill leg's answer, looked at.
 type prefilled struct {
-	top    object
-	choice object // the first
-	usage  []byte // nil when there is none
-	finish string // the first choice's finish reason
+	top     object
+	choices []prefilledChoice // one at least
+	usage   []byte            // nil when there is none
+}
+
+// prefilledChoice is a choice of a prefill leg's answer.
+type prefilledChoice struct {
+	object
+	finish string
 }
 
 // parsePrefilled finds what all dialects look for in the answer.
@@ -66,17 +71,21 @@ func parsePrefilled(raw []byte) (*prefilled, error) {
 	if p.top, err = scanObject(raw); err != nil {
 		return nil, err
 	}
-	choices, err := scanArray(p.top.get("choices"), 1024)
+	choices, err := scanArray(p.top.get("choices"), maxPrompts)
 	if err != nil || len(choices) == 0 {
 		return nil, errors.New("the answer has no choices")
 	}
-	if p.choice, err = scanObject(choices[0]); err != nil {
-		return nil, err
+	p.choices = make([]prefilledChoice, len(choices))
+	for i, raw := range choices {
+		c := &p.choices[i]
+		if c.object, err = scanObject(raw); err != nil {
+			return nil, err
+		}
+		if v := c.getSet("finish_reason"); v != nil {
+			c.finish, _ = unquote(v)
+		}
 	}
 	p.usage = p.top.getSet("usage")
-	if v := p.choice.getSet("finish_reason"); v != nil {
-		p.finish, _ = unquote(v)
-	}
 	return &p, nil
 }
 

@@ -10,29 +10,21 @@ var handoverFields = []string{"disaggregated_params"}
 
 // deliverPrefilled gives the client the prefill leg's answer: the request ended there.
 func (x *exchange) deliverPrefilled(t *try) error {
-	choices, err := scanArray(t.answer.top.get("choices"), 1024)
-	if err != nil {
-		return err
-	}
 	if x.r.stream {
-		return x.streamPrefilled(t, choices)
+		return x.streamPrefilled(t)
 	}
 	list := []byte{'['}
-	for i, raw := range choices {
-		o, err := scanObject(raw)
-		if err != nil {
-			return err
-		}
+	for i := range t.answer.choices {
 		if i > 0 {
 			list = append(list, ',')
 		}
 		e := edit{drop: handoverFields}
-		list = append(list, e.apply(&o).join()...)
+		list = append(list, e.apply(&t.answer.choices[i].object).join()...)
 	}
 	var e edit
-	e.remove("kv_transfer_params")
+	e.remove("kv_transfer_params", "prompt_token_ids_b64")
 	if !wantsIDs(t.r) {
-		e.remove("prompt_token_ids", "prompt_token_ids_b64")
+		e.remove("prompt_token_ids")
 	}
 	e.put("choices", append(list, ']'))
 	body := e.apply(&t.answer.top)
@@ -53,8 +45,11 @@ func wantsIDs(r *request) bool { return string(r.body.get("return_token_ids")) =
 
 // streamPrefilled sends the answer as the events of a stream: one a choice, one with the usage if the client wants it,
 // and the end.
-func (x *exchange) streamPrefilled(t *try, choices [][]byte) error {
-	head := edit{drop: []string{"choices", "usage", "prompt_token_ids", "prompt_token_ids_b64", "kv_transfer_params"}}
+func (x *exchange) streamPrefilled(t *try) error {
+	head := edit{drop: []string{"choices", "usage", "prompt_token_ids_b64", "kv_transfer_params"}}
+	if !wantsIDs(t.r) {
+		head.remove("prompt_token_ids")
+	}
 	if t.r.chat {
 		head.put("object", []byte(`"chat.completion.chunk"`))
 	}
@@ -72,8 +67,8 @@ func (x *exchange) streamPrefilled(t *try, choices [][]byte) error {
 		return append(out, "\n\n"...)
 	}
 	var out []byte
-	for _, raw := range choices {
-		choice, err := asDelta(raw)
+	for i := range t.answer.choices {
+		choice, err := asDelta(&t.answer.choices[i].object)
 		if err != nil {
 			return err
 		}
@@ -91,11 +86,7 @@ func (x *exchange) streamPrefilled(t *try, choices [][]byte) error {
 }
 
 // asDelta makes a choice of a whole answer one of a stream.
-func asDelta(raw []byte) ([]byte, error) {
-	o, err := scanObject(raw)
-	if err != nil {
-		return nil, err
-	}
+func asDelta(o *object) ([]byte, error) {
 	e := edit{drop: handoverFields}
 	if message := o.getSet("message"); message != nil {
 		delta, err := deltaOf(message)
@@ -105,7 +96,7 @@ func asDelta(raw []byte) ([]byte, error) {
 		e.remove("message")
 		e.put("delta", delta)
 	}
-	return e.apply(&o).join(), nil
+	return e.apply(o).join(), nil
 }
 
 // deltaOf is a message as a stream has it: its tool calls are numbered.

@@ -434,7 +434,11 @@ func TestEarlyFinish(t *testing.T) {
 
 // A tool call that the prefill worker answers has an index in the stream.
 func TestDelta(t *testing.T) {
-	got, err := asDelta([]byte(`{"index":0,"message":{"role":"assistant","tool_calls":[{"id":"a","function":{"name":"f"}},{"id":"b"}]},"finish_reason":"tool_calls","disaggregated_params":{"x":1}}`))
+	o, err := scanObject([]byte(`{"index":0,"message":{"role":"assistant","tool_calls":[{"id":"a","function":{"name":"f"}},{"id":"b"}]},"finish_reason":"tool_calls","disaggregated_params":{"x":1}}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	got, err := asDelta(&o)
 	want := `{"index":0,"finish_reason":"tool_calls","delta":{"role":"assistant","tool_calls":[{"id":"a","function":{"name":"f"},"index":0},{"id":"b","index":1}]}}`
 	if err != nil || string(got) != want {
 		t.Errorf("%s, %v", got, err)

@@ -55,6 +55,9 @@ func newFake(t *testing.T, kind string, peer *fake) *fake {
 		t: t, kind: kind, peer: peer, exported: map[string][]int{}, healthy: true, finish: "length",
 		closed: make(chan struct{}),
 	}
+	if kind == "baton" {
+		f.finish = "not_finished"
+	}
 	f.owner = map[string]string{"trtllm": "tensorrt_llm", "baton": "baton", "vllm": "vllm", "mooncake": "vllm", "sglang": "sglang", "plain": "someone"}[kind]
 	f.Server = httptest.NewServer(f)
 	t.Cleanup(func() {

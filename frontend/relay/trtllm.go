@@ -1,7 +1,9 @@
 package relay
 
 import (
+	"bytes"
 	"fmt"
+	"slices"
 	"strconv"
 )
 
@@ -11,7 +13,7 @@ const (
 	generationFirst = "generation_first"
 )
 
-// trtllm is TensorRT-LLM's disaggregated_params, which our own engines take too. The engine forbids unknown fields,
+// trtllm is TensorRT-LLM's disaggregated_params, which our own engines take too, and an array of them. The engine forbids unknown fields,
 // so nothing is added that its request models do not have.
 type trtllm struct {
 	schedule     string
@@ -30,7 +32,13 @@ func (d trtllm) name() string {
 func (d trtllm) together() bool  { return d.schedule == generationFirst }
 func (trtllm) mergesUsage() bool { return false } // generation workers do, from ctx_usage
 
-func (trtllm) whole(r *request) string { return r.several }
+// whole: our engines take several choices in two legs too, each with what its context leg left.
+func (d trtllm) whole(r *request) string {
+	if d.baton {
+		return ""
+	}
+	return r.several
+}
 
 func (d trtllm) advice() string {
 	if d.baton {
@@ -98,27 +106,42 @@ func (d trtllm) prefill(t *try) (leg, error) {
 }
 
 func (d trtllm) read(t *try) (verdict, error) {
-	a := t.answer
 	if d.together() {
 		return goOn, nil
 	}
-	if a.finish != "length" && a.finish != "not_finished" {
-		return final, nil
-	}
-	raw := a.choice.getSet("disaggregated_params")
-	if raw == nil {
-		return silent, nil
-	}
-	params, err := scanObject(raw)
-	if err != nil {
-		return 0, fmt.Errorf("its disaggregated_params: %w", err)
-	}
-	for _, id := range []string{"ctx_request_id", "disagg_request_id"} {
-		if params.getSet(id) == nil {
-			return 0, fmt.Errorf("its disaggregated_params have no %s", id)
+	means := final
+	for i := range t.answer.choices {
+		c := &t.answer.choices[i]
+		raw := c.getSet("disaggregated_params")
+		switch {
+		case c.finish != "length" && c.finish != "not_finished":
+			continue // it was complete with the prefill leg
+		case raw == nil:
+			return silent, nil
+		}
+		params, err := scanObject(raw)
+		if err != nil {
+			return 0, fmt.Errorf("its disaggregated_params: %w", err)
+		}
+		for _, id := range []string{"ctx_request_id", "disagg_request_id"} {
+			if params.getSet(id) == nil {
+				return 0, fmt.Errorf("its disaggregated_params have no %s", id)
+			}
+		}
+		if c.finish == "not_finished" || !d.atLimit(t, &params) {
+			means = goOn
 		}
 	}
-	return goOn, nil
+	if n := len(t.answer.choices); n > 1 && !d.baton {
+		return 0, fmt.Errorf("its answer has %d choices, and one was asked for", n)
+	}
+	return means, nil
+}
+
+// atLimit reports whether a choice that ended with "length" did so because no more tokens were asked for. TensorRT-LLM's
+// engines say that of every prefill leg. Ours leave no state then, unless a generation leg answers for other choices too.
+func (d trtllm) atLimit(t *try, params *object) bool {
+	return d.baton && (len(t.answer.choices) > 1 || params.getSet("encoded_opaque_state") == nil)
 }
 
 func (d trtllm) decode(t *try) (leg, error) {
@@ -132,7 +155,12 @@ func (d trtllm) decode(t *try) (leg, error) {
 		d.attach(t, e)
 		return leg{body: e.apply(&t.r.body)}, nil
 	}
-	params, err := scanObject(t.answer.choice.getSet("disaggregated_params"))
+	if len(t.answer.choices) > 1 {
+		e.put("disaggregated_params", leftovers(t.answer.choices))
+		d.handOverIDs(t, e)
+		return leg{body: e.apply(&t.r.body)}, nil
+	}
+	params, err := scanObject(t.answer.choices[0].getSet("disaggregated_params"))
 	if err != nil {
 		return leg{}, err
 	}
@@ -148,6 +176,17 @@ func (d trtllm) decode(t *try) (leg, error) {
 	e.put("disaggregated_params", change.apply(&params).join())
 	d.handOverIDs(t, e)
 	return leg{body: e.apply(&t.r.body)}, nil
+}
+
+// leftovers is what a prefill leg left of several choices, as it came.
+func leftovers(choices []prefilledChoice) []byte {
+	list := make([][]byte, len(choices))
+	for i := range choices {
+		if list[i] = choices[i].getSet("disaggregated_params"); list[i] == nil {
+			list[i] = []byte("null")
+		}
+	}
+	return slices.Concat([]byte{'['}, bytes.Join(list, []byte{','}), []byte{']'})
 }
 
 // handOverIDs gives the decode worker the ids that the prefill worker computed, as they came.
