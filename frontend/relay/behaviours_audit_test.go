@@ -1,6 +1,7 @@
 package relay
 
 import (
+	"context"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -168,4 +169,102 @@ func (r *relayed) labels(name string) (list []string) {
 		}
 	}
 	return list
+}
+
+// Behaviour 46: what a worker is counted to have, requests and bytes of text, is nothing again after a success, a refusal, an
+// error that lasts, a broken stream, a client that leaves, and a body that is none.
+func TestLoadReturnsToNothing(t *testing.T) {
+	for _, kind := range kinds {
+		r := newRelay(t, kind, func(c *Config) { c.MaxRetries = -1 })
+		settle := func(name string) {
+			t.Helper()
+			r.await(func() bool { return r.metric("requests_in_flight") == 0 && r.metric("worker_requests") == 0 })
+			r.s.fleet.mu.Lock()
+			defer r.s.fleet.mu.Unlock()
+			for _, w := range r.s.fleet.workers {
+				if w.content != 0 || w.requests != [2]int{} {
+					t.Errorf("%s, %s: %v has %d bytes in %v requests", kind, name, w.roles, w.content, w.requests)
+				}
+			}
+		}
+		answer := func(f func(w http.ResponseWriter, q *http.Request)) func() {
+			return func() {
+				r.decode.before = func(_ int, w http.ResponseWriter, q *http.Request) bool {
+					if f != nil {
+						f(w, q)
+					}
+					return f != nil
+				}
+			}
+		}
+		long := strings.Replace(simple, "{", `{"user":"`+strings.Repeat("u", 5000)+`",`, 1)
+		r.read(r.post(completionsPath, long))
+		settle("a success")
+		r.post(completionsPath, `{"prompt":`)
+		settle("no JSON")
+		for name, f := range map[string]func(w http.ResponseWriter, q *http.Request){
+			"refused": func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(400) },
+			"failed":  func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(500) },
+			"broken": func(w http.ResponseWriter, _ *http.Request) {
+				w.Header().Set("Content-Type", "text/event-stream")
+				io.WriteString(w, "data: {}\n\n")
+				w.(http.Flusher).Flush()
+				panic(http.ErrAbortHandler)
+			},
+		} {
+			r.decode.set(answer(f))
+			r.post(completionsPath, streamed)
+			settle(name)
+		}
+		hung := make(chan struct{}, 1)
+		r.decode.set(answer(func(_ http.ResponseWriter, q *http.Request) { hung <- struct{}{}; <-q.Context().Done() }))
+		ctx, cancel := context.WithCancel(t.Context())
+		go func() { <-hung; cancel() }()
+		req, _ := http.NewRequestWithContext(ctx, "POST", r.URL+completionsPath, strings.NewReader(simple))
+		if res, err := http.DefaultClient.Do(req); err == nil {
+			res.Body.Close()
+			t.Errorf("%s: an answer of %d", kind, res.StatusCode)
+		}
+		settle("a client that leaves")
+	}
+}
+
+// Behaviour 46, of kv_cache_aware: what a worker was expected to hold of a prompt counts while its request runs, not
+// afterwards, if the worker never says that it holds it.
+func TestExpectationsEndWithTheirRequests(t *testing.T) {
+	prefill := []*fake{newFake(t, "trtllm", nil), newFake(t, "trtllm", nil)}
+	decode := newFake(t, "trtllm", prefill[0])
+	decode.more = prefill[1:]
+	r := relayTo(t, prefill, []*fake{decode}, func(c *Config) {
+		c.PrefillRouter, c.MaxRetries = "kv_cache_aware", -1
+		for i := range c.Prefill {
+			c.Prefill[i].Events = "http"
+		}
+	})
+	r.await(func() bool { return strings.Contains(r.get("/health").body, `"prefill":"2 of 2"`) })
+	_, other := idPrompt(9, 1)
+	for _, f := range prefill { // so that all are known to report
+		done := make(chan struct{})
+		f.set(func() { f.events, f.told = append(f.events, "["+cacheEvent(1, other)+"]", "[]"), done })
+		<-done
+	}
+	body, _ := idPrompt(1, 10)
+	for _, status := range []int{200, 400, 500} {
+		decode.set(func() {
+			decode.before = func(_ int, w http.ResponseWriter, _ *http.Request) bool {
+				if status != 200 {
+					w.WriteHeader(status)
+				}
+				return status != 200
+			}
+		})
+		for range 3 {
+			if got := r.post(completionsPath, body); got.status != status {
+				t.Errorf("%+v, want %d", got, status)
+			}
+		}
+		if n := r.metric("predicted_prefix_blocks_total"); n != 0 {
+			t.Fatalf("after requests that ended with %d, %v blocks are thought to be held", status, n)
+		}
+	}
 }
