@@ -208,7 +208,7 @@ func isArguments(said string, v value) bool {
 
 // appendRollout appends the rollout fields of an answer's message: all three or none.
 func (a *answer) appendRollout(b []byte, c *choice) []byte {
-	if !a.rollout() {
+	if !a.rollout() || c.finish == leg.FinishNotFinished {
 		return b
 	}
 	b = append(b, `,"prompt_token_ids":`...)
@@ -233,5 +233,5 @@ func (a *answer) appendRollout(b []byte, c *choice) []byte {
 // rollout reports whether messages carry ids: the client takes tokens for ids, as NeMo Gym does, and wants their
 // log-probabilities.
 func (g *generation) rollout() bool {
-	return g.chat && !g.stream && g.sampling.Logprobs && g.tokensAsIDs && !g.isLeg(leg.Context)
+	return g.chat && !g.stream && g.sampling.Logprobs && g.tokensAsIDs
 }

@@ -2,6 +2,7 @@ package relay
 
 import (
 	"net/http"
+	"slices"
 	"strconv"
 )
 
@@ -54,11 +55,11 @@ func (x *exchange) streamPrefilled(t *try) error {
 		head.put("object", []byte(`"chat.completion.chunk"`))
 	}
 	event := func(out []byte, choices, usage []byte) []byte {
-		e := head
-		e.set = append([]assignment(nil), head.set...)
+		e := edit{drop: slices.Clone(head.drop), set: slices.Clone(head.set)}
 		e.put("choices", choices)
 		if usage != nil {
 			e.put("usage", usage)
+			e.remove("prompt_token_ids")
 		}
 		out = append(out, "data: "...)
 		for _, piece := range e.apply(&t.answer.top) {
@@ -99,21 +100,26 @@ func asDelta(o *object) ([]byte, error) {
 	return e.apply(o).join(), nil
 }
 
-// deltaOf is a message as a stream has it: its tool calls are numbered.
+// deltaOf is a message as a stream has it: its tool calls are numbered, and nothing stands for what there is not.
 func deltaOf(message []byte) ([]byte, error) {
 	o, err := scanObject(message)
 	if err != nil {
 		return nil, err
 	}
+	e := edit{drop: slices.Clone(rolloutMembers)}
+	for _, name := range []string{"content", "refusal"} {
+		if isNull(o.get(name)) {
+			e.remove(name)
+		}
+	}
 	calls := o.getSet("tool_calls")
 	if calls == nil {
-		return message, nil
+		return e.apply(&o).join(), nil
 	}
 	list, err := scanArray(calls, 1024)
 	if err != nil {
 		return nil, err
 	}
-	var e edit
 	if len(list) == 0 {
 		e.remove("tool_calls")
 		return e.apply(&o).join(), nil
@@ -134,3 +140,6 @@ func deltaOf(message []byte) ([]byte, error) {
 	e.put("tool_calls", append(numbered, ']'))
 	return e.apply(&o).join(), nil
 }
+
+// rolloutMembers are what only whole messages have.
+var rolloutMembers = []string{"prompt_token_ids", "generation_token_ids", "generation_log_probs"}

@@ -1,0 +1,222 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"maps"
+	"net/http"
+	"reflect"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"baton/wire"
+)
+
+// answered is an answer as JSON with the route it took. The chunks of a stream are joined, choice by choice.
+func (f *fleet) answered(t *testing.T, path string, body map[string]any) (answer map[string]any, route string) {
+	t.Helper()
+	raw, err := json.Marshal(body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, f.url+path, bytes.NewReader(raw))
+	if err != nil {
+		t.Fatal(err)
+	}
+	resp, err := f.http().Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	var text bytes.Buffer
+	if _, err := text.ReadFrom(resp.Body); err != nil || resp.StatusCode != http.StatusOK {
+		t.Fatalf("%s %s: %d %s, %v", path, raw, resp.StatusCode, text.Bytes(), err)
+	}
+	route = resp.Header.Get("X-Baton-Route")
+	decode := func(raw []byte) (m map[string]any) {
+		d := json.NewDecoder(bytes.NewReader(raw))
+		d.UseNumber()
+		if err := d.Decode(&m); err != nil {
+			t.Fatalf("%v in %s", err, raw)
+		}
+		return m
+	}
+	if body["stream"] == nil {
+		answer = decode(text.Bytes())
+	} else {
+		events := strings.Split(strings.TrimSuffix(text.String(), "\n\n"), "\n\n")
+		if events[len(events)-1] != "data: [DONE]" {
+			t.Fatalf("a stream without an end: %s", text.Bytes())
+		}
+		answer = map[string]any{}
+		for _, e := range events[:len(events)-1] {
+			join(answer, decode([]byte(strings.TrimPrefix(e, "data: "))))
+		}
+	}
+	delete(answer, "id")
+	delete(answer, "created")
+	return answer, route
+}
+
+// join adds a chunk to what has come: texts and lists grow, the rest is replaced by what is not null.
+func join(to, chunk map[string]any) {
+	for name, v := range chunk {
+		switch v := v.(type) {
+		case nil:
+			if _, ok := to[name]; !ok {
+				to[name] = nil
+			}
+		case map[string]any:
+			m, _ := to[name].(map[string]any)
+			if m == nil {
+				m = map[string]any{}
+			}
+			join(m, v)
+			to[name] = m
+		case []any:
+			if name != "choices" {
+				list, _ := to[name].([]any)
+				to[name] = append(list, v...)
+				continue
+			}
+			all, _ := to[name].(map[string]any)
+			if all == nil {
+				all = map[string]any{}
+			}
+			for _, c := range v {
+				index := c.(map[string]any)["index"].(json.Number).String()
+				one, _ := all[index].(map[string]any)
+				if one == nil {
+					one = map[string]any{}
+				}
+				join(one, c.(map[string]any))
+				all[index] = one
+			}
+			to[name] = all
+		case string:
+			if name == "text" || name == "content" {
+				before, _ := to[name].(string)
+				v = before + v
+			}
+			to[name] = v
+		default:
+			to[name] = v
+		}
+	}
+}
+
+// Requests for several answers get from two engines over HTTP, behind the relay, what the native frontend gives, member by
+// member and number by number.
+func TestChoicesThroughARelay(t *testing.T) {
+	model := textModel(t, "")
+	native := serve(t, model, "--shards=tp=1", "--kv-memory=32MiB")
+	flags := []string{"--transfer=tcp", "--kv-memory=32MiB"}
+	prefill, decode := httpPart(t, nil, model, wire.RolePrefill, append(flags, "--shard=dp=2")...), httpPart(t, nil, model, wire.RoleDecode, flags...)
+	f := relayed(t, nil, prefill, decode)
+	long := strings.Repeat("the other and another one, ", 9)
+	chat := []any{map[string]any{"role": "user", "content": long}}
+	for _, c := range []struct {
+		name, body, route string
+	}{
+		{"choices", `{"n":3,"max_tokens":12,"seed":5,"logprobs":2,"return_token_ids":true}`, "two legs"},
+		{"prompts", `{"prompt":["the one","` + long + `","an other"],"max_tokens":9,"seed":6,"return_token_ids":true}`, "two legs"},
+		{"prompts of ids", `{"prompt":[[5,6,7],[8,9]],"n":3,"max_tokens":9,"seed":7,"logprobs":0}`, "two legs"},
+		{"a list of one", `{"prompt":["the one"],"max_tokens":5,"seed":8,"return_token_ids":true}`, "two legs"},
+		{"echo", `{"prompt":["the one","` + long + `"],"n":2,"max_tokens":5,"seed":9,"echo":true,"logprobs":1,"prompt_logprobs":1}`, "two legs"},
+		{"chat", `{"n":4,"max_tokens":10,"seed":10,"logprobs":true,"top_logprobs":2,"return_token_ids":true}`, "two legs"},
+		{"chat, without a seed", `{"n":2,"max_tokens":10,"temperature":0,"best_of":1}`, "two legs"},
+		{"stop strings", `{"n":6,"max_tokens":9,"seed":11,"stop":["a","e","i","o"," "]}`, "two legs"},
+		{"one token each", `{"n":3,"max_tokens":1,"seed":12,"logprobs":1,"return_token_ids":true}`, "prefill only"},
+		{"one token", `{"max_tokens":1,"seed":13,"return_token_ids":true}`, "prefill only"},
+		{"chat, one token", `{"max_tokens":1,"seed":14,"logprobs":true,"return_token_ids":true}`, "prefill only"},
+		{"chat, a rollout of one token", `{"max_tokens":1,"seed":14,"logprobs":true,"return_tokens_as_token_ids":true}`, "prefill only"},
+	} {
+		body := map[string]any{}
+		if err := json.Unmarshal([]byte(c.body), &body); err != nil {
+			t.Fatal(err)
+		}
+		path := "/v1/completions"
+		if strings.HasPrefix(c.name, "chat") {
+			path, body["messages"] = "/v1/chat/completions", chat
+		} else if body["prompt"] == nil {
+			body["prompt"] = long
+		}
+		for _, stream := range []bool{false, true} {
+			b := maps.Clone(body)
+			b["cache_salt"] = fmt.Sprint(c.name, stream) // nothing is cached
+			if stream {
+				b["stream"], b["stream_options"] = true, map[string]any{"include_usage": true}
+			}
+			want, _ := native.answered(t, path, b)
+			got, route := f.answered(t, path, b)
+			if route != c.route {
+				t.Errorf("%s, stream %v: took %q", c.name, stream, route)
+			}
+			if !reflect.DeepEqual(got, want) {
+				t.Errorf("%s, stream %v:\n%s\nnative\n%s", c.name, stream, asJSON(got), asJSON(want))
+			}
+		}
+	}
+	atRest(t, prefill, decode, 0)
+}
+
+func asJSON(v any) string {
+	raw, _ := json.Marshal(v)
+	return string(raw)
+}
+
+// atRest waits until two engines hold nothing, and compares how many exports came to their end by their lease.
+func atRest(t *testing.T, prefill, decode *fleet, expired float64) {
+	t.Helper()
+	held := 0.0
+	for deadline := time.Now().Add(10 * time.Second); time.Now().Before(deadline); time.Sleep(20 * time.Millisecond) {
+		held = 0
+		for _, f := range []*fleet{prefill, decode} {
+			held += metric(t, f.url, "baton_engine_kv_blocks", `state="used"`) + metric(t, f.url, "baton_engine_requests") +
+				metric(t, f.url, "baton_leg_requests") + metric(t, f.url, "baton_leg_exports") + metric(t, f.url, "baton_leg_claims") + metric(t, f.url, "baton_leg_reading")
+		}
+		if held == 0 {
+			break
+		}
+	}
+	if got := metric(t, prefill.url, "baton_leg_exports_total", "expired"); held != 0 || got != expired {
+		t.Errorf("%v blocks, requests, exports and claims are still held; %v leases ended, of %v that had to", held, got, expired)
+	}
+}
+
+// Clients of several answers that leave at any time leave nothing on engines under load.
+func TestClientsOfChoicesLeave(t *testing.T) {
+	model := goldenPath("llama")
+	flags := []string{"--transfer=tcp", "--kv-memory=2MiB", "--max-seq-len=512", "--export-lease=2s"} // 85 blocks
+	prefill, decode := httpPart(t, nil, model, wire.RolePrefill, flags...), httpPart(t, nil, model, wire.RoleDecode, flags...)
+	f := relayed(t, nil, prefill, decode)
+	var group sync.WaitGroup
+	for i := range 24 {
+		group.Go(func() {
+			body := map[string]any{
+				"prompt": [][]int32{prompt(20+i*5, uint64(i)), prompt(100, uint64(i%3))}, "n": 1 + i%3, "max_tokens": 60, "seed": i, "ignore_eos": true, "model": "m",
+			}
+			ctx, leave := context.WithTimeout(t.Context(), time.Minute)
+			if i%3 != 0 {
+				ctx, leave = context.WithTimeout(t.Context(), time.Duration(i*7)*time.Millisecond)
+			}
+			defer leave()
+			status, raw, err := f.post(ctx, "/v1/completions", body)
+			if i%3 == 0 && (err != nil || status != http.StatusOK) {
+				t.Errorf("%d %s, %v", status, raw, err)
+			}
+		})
+	}
+	group.Wait()
+	expired := metric(t, prefill.url, "baton_leg_exports_total", "expired")
+	for deadline := time.Now().Add(20 * time.Second); metric(t, prefill.url, "baton_leg_exports") > 0 && time.Now().Before(deadline); {
+		time.Sleep(20 * time.Millisecond)
+		expired = metric(t, prefill.url, "baton_leg_exports_total", "expired")
+	}
+	atRest(t, prefill, decode, expired)
+	t.Logf("%v exports were left to their leases", expired)
+}
