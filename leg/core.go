@@ -102,6 +102,12 @@ type Discard struct{ ID uint64 }
 // Renew begins the lease of what a context leg left anew: its client does not have the state yet.
 type Renew struct{ ID uint64 }
 
+// Release says that nobody will read what a context leg left, as its state names it. Digest is that of the state's bytes.
+type Release struct {
+	State  *wire.KVState
+	Digest [32]byte
+}
+
 // EngineSaid brings a message of an engine, by its name.
 type EngineSaid struct {
 	Engine  string
@@ -142,6 +148,7 @@ func (Submit) event()     {}
 func (Cancel) event()     {}
 func (Discard) event()    {}
 func (Renew) event()      {}
+func (Release) event()    {}
 func (EngineSaid) event() {}
 func (EngineGone) event() {}
 func (ReaderSaid) event() {}
@@ -289,6 +296,8 @@ func (c *Core) Step(now time.Time, event Event) []Action {
 		if x := c.exports[e.ID]; x != nil {
 			c.tell(x.group, &wire.RenewKV{ID: x.id, Handoff: x.handoff})
 		}
+	case Release:
+		c.unwanted(e)
 	case EngineSaid:
 		c.engineSaid(e)
 	case EngineGone:

@@ -49,6 +49,10 @@ func (s *Server) Gather(ctx context.Context, b Batch) (group int, done func(), e
 	return group, func() { room.Release(need) }, nil
 }
 
+// Release gives up what a context leg left, before anybody reads it. Digest is that of the state's bytes. What is not there,
+// or not as the state says, is left alone.
+func (s *Server) Release(state *wire.KVState, digest [32]byte) { s.step(Release{state, digest}) }
+
 // Lease is how long what a context leg left waits for its reader; 0 is for ever.
 func (s *Server) Lease() time.Duration { return s.cfg.Core.Lease }
 

@@ -109,6 +109,11 @@ func (s *script) event(side, name string, a args) Event {
 		return Discard{id}
 	case "renew":
 		return Renew{id}
+	case "release":
+		m := s.claim(id, a)
+		state := s.state(uint64(a.int("of", 0)))
+		state.Incarnation, state.Request, state.Export.Capability = m.Incarnation, m.Request, m.Capability
+		return Release{state, m.State}
 	case "drain":
 		return Drain{}
 	case "reply":

@@ -81,6 +81,24 @@ func (c *Core) discard(id uint64) {
 	}
 }
 
+// unwanted drops an export whose state is shown by somebody who has it and gives it up. Who reads it goes on.
+func (c *Core) unwanted(e Release) {
+	s := e.State
+	if x := c.named(s.Request, s.Incarnation, s.Export.Capability, e.Digest); x != nil && x.claims == 0 {
+		c.free(x)
+	}
+}
+
+// named is the export of a request if whoever asks knows all that its state says; nil otherwise.
+func (c *Core) named(request, incarnation uint64, capability []byte, digest [32]byte) *export {
+	x := c.exports[request]
+	if x == nil || incarnation != c.cfg.Incarnation || subtle.ConstantTimeCompare(x.secret, capability) != 1 ||
+		subtle.ConstantTimeCompare(x.digest[:], digest[:]) != 1 {
+		return nil
+	}
+	return x
+}
+
 // free lets the engine have the blocks back, once nothing reads them.
 func (c *Core) free(x *export) {
 	c.tell(x.group, &wire.ReleaseKV{ID: x.id, Handoff: x.handoff})
@@ -156,10 +174,8 @@ func (c *Core) readerSaid(link uint64, m wire.Message) {
 
 // claimed grants a claim or refuses it. A refusal does not tell which exports there are.
 func (c *Core) claimed(link uint64, m *wire.ClaimKV) {
-	x := c.exports[m.Request]
-	ok := x != nil && m.Incarnation == c.cfg.Incarnation && subtle.ConstantTimeCompare(x.secret, m.Capability) == 1 &&
-		subtle.ConstantTimeCompare(x.digest[:], m.State[:]) == 1 && x.claims < maxClaims
-	if key := (claimKey{link, m.ID}); ok && c.claims[key] == nil {
+	x := c.named(m.Request, m.Incarnation, m.Capability, m.State)
+	if key := (claimKey{link, m.ID}); x != nil && x.claims < maxClaims && c.claims[key] == nil {
 		c.readers++
 		c.claims[key] = &claim{claimKey: key, number: c.readers, export: x}
 		x.claims++
