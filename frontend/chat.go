@@ -131,7 +131,7 @@ func (c *Chat) setMessages(v value) error {
 	case n == 0:
 		return invalid(v.path, "%s is empty: at least one message is needed", v.path)
 	}
-	c.written = trimArray(v.raw[:len(v.raw)-1])
+	c.raw = trimArray(v.raw[:len(v.raw)-1])
 	if last.prompt.raw != nil {
 		c.prefix.IDs, c.list.ids, err = last.ids(c.vocab, c.earlier)
 		c.list.at, c.list.size = last.prompt.at-v.at, len(last.prompt.raw)

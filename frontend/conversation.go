@@ -79,16 +79,16 @@ type writing struct {
 	uses int
 }
 
-// after is an array that goes on from an earlier one, nil for none.
-func (w *writing) after(messages []byte) *writing {
-	from := 0
+// and is an array that goes on from an earlier one, nil for none.
+func (w *writing) and(more []byte) *writing {
+	end := len(more)
 	if w != nil {
-		from = w.end
+		end += w.end
 	}
-	if w != nil && len(messages) == from {
+	if w != nil && end == w.end {
 		return w
 	}
-	return &writing{before: w, added: bytes.Clone(messages[from:]), end: len(messages)}
+	return &writing{before: w, added: bytes.Clone(more), end: end}
 }
 
 func (w *writing) size() int64 { return int64(len(w.added)) + 64 }
@@ -113,11 +113,13 @@ type chainKey struct {
 	hash uint64
 }
 
-// Blocks of messages. Those behind the first are larger: few turns are told apart by one of many.
+// Blocks of messages. Those behind the first ones are larger, and only their ends are looked at: ids differ everywhere if
+// at all, and turns that have a key in common are compared.
 const (
 	chainBlock  = 256
 	chainFirst  = 64 << 10
 	chainBehind = 4096
+	chainEnd    = 512
 )
 
 var chainSeed = maphash.MakeSeed()
@@ -135,7 +137,7 @@ func chain(messages []byte) []chainKey {
 		if end > len(messages) {
 			return keys
 		}
-		high, low := bits.Mul64(last.hash^maphash.Bytes(chainSeed, messages[last.end:end]), 0x9e3779b97f4a7c15)
+		high, low := bits.Mul64(last.hash^maphash.Bytes(chainSeed, messages[max(last.end, end-chainEnd):end]), 0x9e3779b97f4a7c15)
 		last = chainKey{end, high ^ low}
 	}
 }
@@ -326,7 +328,7 @@ type known struct {
 	turns   []*turn    // all of the same messages; empty for none
 	at      int        // where the array begins in the body
 	removed int        // bytes that are left out in body
-	body    []byte     // without what is known
+	body    []byte     // without what is known, then with memory of its own
 	keys    []chainKey // of the array, which other bytes may follow; nil if they are not known
 }
 
@@ -376,14 +378,15 @@ func messagesAt(body []byte) int {
 // settle puts what is known of a body before what was read of the rest. It reports false if what was left out were not its
 // messages.
 func (k *known) settle(body []byte, c *Chat) bool {
-	read := c.written
+	read := c.raw
 	if k.at < 0 || k.at >= len(k.body) || &read[0] != &k.body[k.at] {
 		return false
 	}
 	if len(k.turns) == 0 {
 		return true
 	}
-	c.written = trimArray(body[k.at : k.at+len(read)+k.removed])
+	before := k.turns[0].written
+	c.written = before.and(trimArray(body[k.at+before.end : k.at+len(read)+k.removed]))
 	c.list.at += k.removed
 	old := k.turns[0].script.Messages() // the same of all, as it follows from what is written
 	if len(c.Messages) > 2 {

@@ -1,8 +1,10 @@
 package frontend
 
 import (
+	"encoding/binary"
 	"encoding/json/jsontext"
 	"math"
+	"math/bits"
 	"net/http"
 	"slices"
 	"strconv"
@@ -45,23 +47,31 @@ func appendInt[T ~int | ~int32 | ~int64](b []byte, n T) []byte {
 // appendIDs appends an array of token ids.
 func appendIDs(b []byte, ids []int32) []byte {
 	b = append(slices.Grow(b, 7*len(ids)+2), '[')
-	var number [11]byte // with the comma before it
 	for i, id := range ids {
-		at := len(number)
-		for n := uint32(id); ; n /= 10 {
-			at--
-			number[at] = byte('0' + n%10)
-			if n < 10 {
-				break
-			}
-		}
 		if i > 0 {
-			at--
-			number[at] = ','
+			b = append(b, ',')
 		}
-		b = append(b, number[at:]...)
+		if uint32(id) >= 1e8 {
+			b = appendInt(b, id)
+			continue
+		}
+		digits, n := eightDigits(uint64(id))
+		b = binary.LittleEndian.AppendUint64(b, digits)
+		b = b[:len(b)-8+n]
 	}
 	return append(b, ']')
+}
+
+// eightDigits are the digits of a number below 1e8, the first in the lowest byte, and how many there are. Prompts are printed by the ten
+// thousands, and guessing how many digits an id has costs more than these multiplications.
+func eightDigits(n uint64) (digits uint64, count int) {
+	n = n/1e4 | n%1e4<<32 // four digits in each half
+	high := n * 10486 >> 20 & 0x7f0000007f
+	n = high | (n-100*high)<<16 // two in each quarter
+	high = n * 103 >> 10 & 0x000f000f000f000f
+	n = high | (n-10*high)<<8 // one in each byte
+	zeros := bits.TrailingZeros64(n|1<<56) / 8
+	return (n | 0x3030303030303030) >> (8 * zeros), 8 - zeros
 }
 
 func writeJSON(w http.ResponseWriter, status int, body []byte) {

@@ -11,6 +11,7 @@ import (
 	"runtime/debug"
 	"slices"
 	"strconv"
+	"sync"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus/promhttp"
@@ -32,6 +33,9 @@ func (s *Server) routes() http.Handler {
 	route("POST", "/detokenize", s.detokenize)
 	route("GET", "/v1/models", s.models)
 	route("GET", "/v1/models/{model...}", s.model)
+	if s.cfg.Limits.legs {
+		route("POST", "/legs/release", s.releaseLegs)
+	}
 	if s.cfg.ServerInfo != nil {
 		route("GET", "/server_info", s.serverInfo)
 	}
@@ -179,13 +183,15 @@ func (x *exchange) body() ([]byte, error) {
 	return b, nil
 }
 
-// readSized reads all of what is said to have a size, -1 for an unknown one. As much must have come before a larger size is believed.
+// Bodies of unknown worth get so much memory; when they have filled it, so many times more is believed of their size.
+const (
+	firstBody  = 64 << 10
+	bodyGrowth = 32
+)
+
+// readSized reads all of what is said to have a size, -1 for an unknown one.
 func readSized(r io.Reader, size int64) ([]byte, error) {
-	const (
-		first  = 64 << 10
-		factor = 32
-	)
-	b := make([]byte, 0, min(max(size, 0), first)+bytes.MinRead)
+	b := make([]byte, 0, min(max(size, 0), firstBody)+bytes.MinRead)
 	for {
 		n, err := r.Read(b[len(b):cap(b)])
 		b = b[:len(b)+n]
@@ -195,13 +201,34 @@ func readSized(r io.Reader, size int64) ([]byte, error) {
 		case err != nil:
 			return b, err
 		case len(b) == cap(b):
-			more := cap(b)
+			more := len(b)
 			if left := size + bytes.MinRead - int64(len(b)); left > 0 {
-				more = int(min(left, factor*int64(len(b))))
+				more = int(min(left, bodyGrowth*int64(len(b))))
 			}
-			b = slices.Grow(b, more)
+			b = roomier(b, more)
 		}
 	}
+}
+
+// spares are buffers of large bodies: a rollout's come at every turn, and the next is a little longer.
+var spares sync.Pool // of *[]byte
+
+// maxSpare bounds the buffers that are kept.
+const maxSpare = 4 << 20
+
+// spare gives a body's memory to others. Nothing may refer to it.
+func spare(body []byte) {
+	if n := cap(body); n > firstBody+bytes.MinRead && n <= maxSpare {
+		spares.Put(&body)
+	}
+}
+
+// roomier is b with room for so many more bytes at least.
+func roomier(b []byte, more int) []byte {
+	if s, _ := spares.Get().(*[]byte); s != nil && cap(*s)-len(b) >= more {
+		return append((*s)[:0], b...)
+	}
+	return slices.Grow(b, more+more/8)
 }
 
 // json answers with a whole body.

@@ -25,6 +25,9 @@ func (s *Server) chatCompletions(x *exchange) error {
 	if err != nil {
 		return err
 	}
+	if len(k.turns) > 0 {
+		spare(body)
+	}
 	if err := s.admit(&req.params, x.r.Header); err != nil {
 		return err
 	}

@@ -87,7 +87,7 @@ func (p *Prompter) Prompt(ctx context.Context, body []byte, conversation string)
 	return prompt.ids, err
 }
 
-// read reads a body but for the messages that are known.
+// read reads a body but for the messages that are known. If there are any, nothing of what it gives refers to the body.
 func (p *Prompter) read(body []byte) (*chatRequest, known, error) {
 	k := p.conversations.recall(body)
 	req, err := parseChat(k.body, p.limits, p.known, &k)
@@ -140,15 +140,13 @@ func (p *Prompter) converse(ctx context.Context, c *Chat, k *known, who scope) (
 		return prompted{script.IDs(), prev}, nil
 	}
 	t := &turn{scope: who, script: script, prefix: len(prefix.IDs), message: prefix.Message, carried: carried}
+	if t.written = c.written; t.written == nil {
+		t.written = t.written.and(c.raw)
+	}
 	if k.keys == nil {
-		k.keys = chain(c.written)
+		k.keys = chain(c.raw)
 	}
-	t.key = lastKey(k.keys, len(c.written))
-	var before *writing
-	if prev != nil {
-		before = prev.written
-	}
-	t.written = before.after(c.written)
+	t.key = lastKey(k.keys, t.written.end)
 	t.list = c.listIn(t.written, script.IDs())
 	p.conversations.put(t, prev)
 	return prompted{script.IDs(), t}, nil

@@ -46,7 +46,8 @@ type Chat struct {
 
 	generationPrompt *bool // add_generation_prompt as given
 
-	written []byte // the array of messages as the client wrote it, without the bracket that closes it
+	raw     []byte   // the array of messages that were read, as the client wrote it, without the bracket that closes it
+	written *writing // it behind what is known; nil if nothing is
 
 	// What the client says of ids: see rollout.go.
 	prefix     text.Prefix
