@@ -456,6 +456,33 @@ func (s *Server) submit(ctx context.Context, c *choice) (Stream, error) {
 	return stream, err
 }
 
+// releaseLegs takes disaggregated_params back that a context leg's answer had, one or an array: nobody will go on with them.
+func (s *Server) releaseLegs(x *exchange) error {
+	body, err := x.body()
+	if err != nil {
+		return err
+	}
+	p := newParams(&s.cfg.Limits)
+	err = decodeObject(body, s.cfg.Limits.MaxDepth, func(name string, v value) error {
+		if name != legParamsField {
+			return nil
+		}
+		return setLeg(&p, v)
+	})
+	switch {
+	case err != nil:
+		return err
+	case p.leg == nil:
+		return invalid(legParamsField, "%s is missing: what the context leg's answer has of a choice, or an array of that", legParamsField)
+	}
+	for i := range p.leg.left {
+		if left := &p.leg.left[i]; left.state != nil {
+			s.legs.Server.Release(left.state, left.digest)
+		}
+	}
+	return x.json([]byte("{}"))
+}
+
 // beginGrace is how long a stream of several generation legs waits for those that have no KV yet.
 const beginGrace = time.Second
 

@@ -212,3 +212,44 @@ func TestChoicesRefused(t *testing.T) {
 		t.Errorf("%d %s", r.status, r.body)
 	}
 }
+
+// What nobody goes on with is given back, long before its lease ends.
+func TestLegsReleased(t *testing.T) {
+	p, prefill := legServerWith(t, wire.RolePrefill, time.Minute)
+	d, _ := legServer(t, wire.RoleDecode)
+	const release = "/legs/release"
+	one := body{"prompt": "the cat", "max_tokens": 8, "seed": 1, "ignore_eos": true}
+	several := body{"prompt": []string{"the cat", "sat on"}, "n": 2, "max_tokens": 8, "seed": 1, "stop_token_ids": ids(0, 250)}
+	for _, b := range []body{one, several} {
+		a := contextLeg(t, p, completionPath, b, nil)
+		second := a.goOnAll(b)
+		var back any = second["disaggregated_params"]
+		if len(a.Choices) == 1 {
+			back = a.Choices[0].Params
+			second = a.goOn(completionPath, b)
+		}
+		if prefill.Stats().Exports == 0 {
+			t.Fatal("nothing is held")
+		}
+		if r := post(t, d.Handler(), release, body{"disaggregated_params": back}.String()); r.status != http.StatusOK || prefill.Stats().Exports == 0 {
+			t.Errorf("at another engine: %d %s, %+v", r.status, r.body, prefill.Stats())
+		}
+		for range 2 {
+			if r := post(t, p.Handler(), release, body{"disaggregated_params": back}.String()); r.status != http.StatusOK || prefill.Stats().Exports != 0 {
+				t.Errorf("%d %s, %+v", r.status, r.body, prefill.Stats())
+			}
+		}
+		if r := post(t, d.Handler(), completionPath, second.String()); r.status != http.StatusGone {
+			t.Errorf("afterwards: %d %s", r.status, r.body)
+		}
+	}
+	for _, b := range []body{{}, {"disaggregated_params": 3}, {"disaggregated_params": []any{nil}}, {"disaggregated_params": body{"request_type": "context_only", "encoded_opaque_state": "*"}}} {
+		if r := post(t, p.Handler(), release, b.String()); r.status != http.StatusBadRequest || !strings.HasPrefix(deref(r.failure(t).Param), "disaggregated_params") {
+			t.Errorf("%s: %d %s", b, r.status, r.body)
+		}
+	}
+	s := newTestServer(t, newToyBackend(), nil)
+	if r := post(t, s.Handler(), release, body{"disaggregated_params": nil}.String()); r.status != http.StatusNotFound {
+		t.Errorf("a server without legs: %d", r.status)
+	}
+}

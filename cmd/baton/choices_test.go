@@ -5,11 +5,16 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"io"
 	"maps"
 	"net/http"
+	"net/http/httptest"
+	"net/http/httputil"
+	"net/url"
 	"reflect"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -219,4 +224,60 @@ func TestClientsOfChoicesLeave(t *testing.T) {
 	}
 	atRest(t, prefill, decode, expired)
 	t.Logf("%v exports were left to their leases", expired)
+}
+
+// A decode engine that dies with several answers in its hands costs the client time and the prefill engine nothing: what
+// it held for them is given back, and the request begins again.
+func TestChoicesWithoutADecodeEngine(t *testing.T) {
+	model := goldenPath("llama")
+	flags := []string{"--transfer=tcp", "--kv-memory=32MiB"}
+	prefill, decode := httpPart(t, nil, model, wire.RolePrefill, flags...), httpPart(t, nil, model, wire.RoleDecode, flags...)
+	target, err := url.Parse(decode.url)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var die atomic.Int32 // how many requests more
+	died := make(chan struct{}, 8)
+	proxy := httputil.NewSingleHostReverseProxy(target)
+	before := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.Method == http.MethodPost && die.Add(-1) >= 0 {
+			_, _ = io.Copy(io.Discard, r.Body)
+			died <- struct{}{}
+			if die.Load() < 5 {
+				panic(http.ErrAbortHandler)
+			}
+			<-r.Context().Done()
+			return
+		}
+		proxy.ServeHTTP(w, r)
+	}))
+	t.Cleanup(before.Close)
+	f := relayed(t, nil, prefill, &fleet{url: before.URL})
+	body := map[string]any{"model": "m", "prompt": [][]int32{prompt(70, 1), prompt(20, 2)}, "n": 3, "max_tokens": 6, "seed": 4, "ignore_eos": true, "cache_salt": "a"}
+	want, _ := f.answered(t, "/v1/completions", body)
+	for _, n := range []int32{1, 2} {
+		die.Store(n)
+		body["cache_salt"] = fmt.Sprint(n)
+		if got, _ := f.answered(t, "/v1/completions", body); asJSON(got["choices"]) != asJSON(want["choices"]) {
+			t.Errorf("after %d deaths: %s, want %s", n, asJSON(got), asJSON(want))
+		}
+	}
+	// The client leaves while the decode engine has said nothing.
+	for len(died) > 0 {
+		<-died
+	}
+	die.Store(9)
+	ctx, leave := context.WithCancel(t.Context())
+	left := make(chan error, 1)
+	go func() {
+		_, _, err := f.post(ctx, "/v1/completions", body)
+		left <- err
+	}()
+	<-died
+	leave()
+	if err := <-left; err == nil {
+		t.Error("an answer")
+	}
+	die.Store(0)
+	atRest(t, prefill, decode, 0)
 }

@@ -25,6 +25,15 @@ type dialect interface {
 	advice() string
 }
 
+// giver is a dialect whose prefill workers take back what they left for a decode leg.
+type giver interface {
+	// giveBack is the body of a POST to releasePath; nil where there is no such thing.
+	giveBack(t *try) pieces
+}
+
+// releasePath is where our engines take back what a prefill leg left.
+const releasePath = "/legs/release"
+
 // verdict is what the answer to a prefill leg means.
 type verdict int
 

@@ -399,7 +399,41 @@ func (x *exchange) sequence(d dialect, t *try, source *lease) error {
 	case silent:
 		return x.silentReprefill(d, t, source.w)
 	}
-	return x.decode(d, t, source.w)
+	if err := x.decode(d, t, source.w); err != nil {
+		x.giveBack(d, t, source.w)
+		return err
+	}
+	return nil
+}
+
+// giveBackTimeout bounds the wait for a prefill worker that has something taken back.
+const giveBackTimeout = 2 * time.Second
+
+// giveBack lets a prefill worker have back what no decode leg will take over, where that can be said: it would hold it for
+// a while. The client may have left.
+func (x *exchange) giveBack(d dialect, t *try, source *worker) {
+	g, ok := d.(giver)
+	if !ok {
+		return
+	}
+	body := g.giveBack(t)
+	if body == nil {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(x.ctx), giveBackTimeout)
+	defer cancel()
+	c := &call{method: http.MethodPost, path: releasePath, body: body, header: x.r.header}
+	a, err := source.endpoint.do(ctx, c, giveBackTimeout)
+	if errors.Is(err, errStale) {
+		a, err = source.endpoint.do(ctx, c, giveBackTimeout)
+	}
+	if err == nil {
+		_, err = a.readAll(nil, 1<<20)
+		a.close()
+	}
+	if err != nil {
+		x.s.log.Debug("a prefill worker does not hear that nobody reads what it holds: its lease will end", "id", x.id, "worker", source.URL, "error", err)
+	}
 }
 
 // decode runs the decode leg after the prefill leg.

@@ -178,6 +178,14 @@ func (d trtllm) decode(t *try) (leg, error) {
 	return leg{body: e.apply(&t.r.body)}, nil
 }
 
+// giveBack: only our engines have something for it.
+func (d trtllm) giveBack(t *try) pieces {
+	if !d.baton {
+		return nil
+	}
+	return pieces{[]byte(`{"disaggregated_params":`), leftovers(t.answer.choices), []byte{'}'}}
+}
+
 // leftovers is what a prefill leg left of several choices, as it came.
 func leftovers(choices []prefilledChoice) []byte {
 	list := make([][]byte, len(choices))
