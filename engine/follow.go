@@ -82,8 +82,8 @@ type follow struct {
 	steps  chan *wire.TPBroadcast // at most one is under way
 }
 
-// Follow runs ranks of a shard that another process leads, until ctx ends, the leader says that it is over, or
-// the shard fails. Of the config only the checkpoint, the threads, the transfer's host and TLS, the logger and the
+// Follow runs ranks of a shard that another process leads, until the leader says that it is over or the shard fails. When ctx ends,
+// it asks the leader to come to that end: what runs needs these ranks. Of the config only the checkpoint, the threads, the transfer's host and TLS, the logger and the
 // placement count: the leader says the rest.
 func Follow(ctx context.Context, c Config) error {
 	p := c.Placement
@@ -257,15 +257,21 @@ func (f *follower) close() error {
 // send tells the leader something. A failure shows as the end of the connection.
 func (f *follower) send(m wire.Message) { _ = f.conn.Send(m) }
 
+// leaveWait is how long a leader may take to end what runs, once a process of its shard is told to stop.
+const leaveWait = time.Minute
+
 // serve does what the leader says.
 func (f *follower) serve(ctx context.Context) error {
-	leaving := context.AfterFunc(ctx, func() { f.conn.Close() })
+	late := time.AfterFunc(time.Hour, func() { f.conn.Close() })
+	late.Stop()
+	defer late.Stop()
+	leaving := context.AfterFunc(ctx, func() {
+		f.send(&wire.Disconnect{Reason: "it is told to stop"})
+		late.Reset(leaveWait)
+	})
 	defer leaving()
 	for {
 		m, err := f.conn.Recv()
-		if ctx.Err() != nil {
-			return nil
-		}
 		if err != nil {
 			return &LeaderError{f.config.Placement.Leader, f.config.Placement.Ranks, fmt.Errorf("gone: %w", err)}
 		}

@@ -262,7 +262,7 @@ func (s *Shard) listen(p *process) {
 	for {
 		m, err := p.conn.Recv()
 		if err == nil {
-			err = s.said(m)
+			err = s.said(p, m)
 		}
 		if err != nil {
 			s.fail(&RankError{p.ranks, p.addr, err})
@@ -271,7 +271,7 @@ func (s *Shard) listen(p *process) {
 	}
 }
 
-func (s *Shard) said(message wire.Message) error {
+func (s *Shard) said(p *process, message wire.Message) error {
 	engine := -1
 	switch m := message.(type) {
 	case *wire.StepDone:
@@ -282,6 +282,10 @@ func (s *Shard) said(message wire.Message) error {
 		engine = m.Engine
 	case *wire.RankEvent:
 		engine = m.Engine
+	case *wire.Disconnect:
+		s.config.Logger.Warn("another process of the shard stops, so this one does", "ranks", p.ranks, "from", p.addr, "reason", m.Reason)
+		s.leave.Do(func() { close(s.leaving) })
+		return nil
 	default:
 		s.config.Logger.Warn("ignored", "message", message.Header())
 		return nil

@@ -27,6 +27,8 @@ type Shard struct {
 	units     []*unit
 	processes []*process // the other ones
 	listening sync.WaitGroup
+	leaving   chan struct{} // closed when one of those is told to stop
+	leave     sync.Once
 }
 
 // member is a rank of an engine, here or in another process.
@@ -45,7 +47,7 @@ func Open(ctx context.Context, c Config) (*Shard, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &Shard{config: c, worlds: make([]*collective.World, c.Shard.Ranks())}
+	s := &Shard{config: c, worlds: make([]*collective.World, c.Shard.Ranks()), leaving: make(chan struct{})}
 	if err := s.open(ctx); err != nil {
 		return nil, errors.Join(err, s.Close())
 	}
@@ -152,6 +154,10 @@ func (s *Shard) openRanks() error {
 
 // Engines are one a data-parallel group.
 func (s *Shard) Engines() []*Engine { return s.engines }
+
+// Leaving is closed when another process of the shard is told to stop: the shard ends without it, so whoever runs this one ends
+// Run's context, once nothing is lost by that.
+func (s *Shard) Leaving() <-chan struct{} { return s.leaving }
 
 // Run serves a coordinator until ctx ends or one of the engines fails.
 func (s *Shard) Run(ctx context.Context, dial Dialer) error {

@@ -106,8 +106,8 @@ func (h *httpEngine) close() {
 	}
 }
 
-// run serves until the process is told to stop: then requests and exports come to their end first. It closes the shard.
-func (h *httpEngine) run(model *loaded, shard *engine.Shard, reg *prometheus.Registry) error {
+// run serves until ctx ends: then requests and exports come to their end first. It closes the shard.
+func (h *httpEngine) run(ctx context.Context, model *loaded, shard *engine.Shard, reg *prometheus.Registry) error {
 	h.model, h.shard = model, shard
 	server, err := h.legs()
 	if err != nil {
@@ -122,7 +122,7 @@ func (h *httpEngine) run(model *loaded, shard *engine.Shard, reg *prometheus.Reg
 	h.env.started()
 	fmt.Fprintf(h.env.stdout, "engine at %s\n", h.url)
 
-	group, ctx := errgroup.WithContext(h.env.ctx)
+	group, ctx := errgroup.WithContext(ctx)
 	// Engines outlive the requests, and links the engines.
 	fleet, stopFleet := context.WithCancel(context.WithoutCancel(ctx))
 	linked, stopLinks := context.WithCancel(context.WithoutCancel(ctx))

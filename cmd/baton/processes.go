@@ -160,11 +160,20 @@ func (c *engineCmd) Run(env *environment) error {
 	if err != nil {
 		return err
 	}
+	ctx, stop := context.WithCancel(env.ctx)
+	defer stop()
+	go func() {
+		select {
+		case <-shard.Leaving():
+			stop()
+		case <-ctx.Done():
+		}
+	}()
 	if over != nil {
-		return over.run(model, shard, reg)
+		return over.run(ctx, model, shard, reg)
 	}
 	env.started()
-	group, ctx := errgroup.WithContext(env.ctx)
+	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error {
 		return runEngines(ctx, []*engine.Shard{shard}, func(ctx context.Context, hello wire.Connect) (*wire.Conn, error) {
 			conn, _, err := wire.Dial(ctx, "tcp", c.Coordinator, hello, c.peers(sec.client()))

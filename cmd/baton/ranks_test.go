@@ -6,6 +6,7 @@ import (
 	"os"
 	"os/exec"
 	"slices"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -86,6 +87,51 @@ func halves(spec string) []string {
 	n := s.Ranks()
 	list := func(from, to int) string { return fmt.Sprintf("%d-%d", from, to-1) }
 	return []string{list(0, n/2), list(n/2, n)}
+}
+
+// A process of a shard that is told to stop, or all of them at once, end without a loss: what runs comes to its end first, over
+// HTTP too, and nobody takes that for a failure.
+func TestRanksStop(t *testing.T) {
+	model := goldenPath("qwen3")
+	want := goldenRun(t, serve(t, model, "--shards=tp=1", "--kv-memory=16MiB"), readGolden(t, "qwen3"))
+	for name, told := range map[string][]int{"one": {1}, "all": {1, 0, 2}} {
+		t.Run(name, func(t *testing.T) {
+			leader := freeAddress(t)
+			var parts []*part
+			for i := range 3 {
+				args := []string{"engine", "--model=" + model, "--ranks=" + strconv.Itoa(i), "--leader=" + leader, "--threads=1"}
+				if i == 0 {
+					args = append(args, "--role=both", "--shard=pp=3", "--http=127.0.0.1:0", "--served-model-name=m", "--kv-memory=16MiB")
+				}
+				parts = append(parts, start(t, args...))
+			}
+			f := &fleet{url: parts[0].await(t, `engine at (https?://\S+)`), model: "m", parts: map[string]*part{"both": parts[0]}}
+			f.awaitHealth(t)
+			sameBits(t, goldenRun(t, f, readGolden(t, "qwen3")), want)
+			begun, ended := make(chan struct{}), make(chan error, 1)
+			go func() {
+				ids, err := f.streamFrom(t.Context(), map[string]any{"prompt": prompt(40, 1), "max_tokens": 200, "temperature": 0, "ignore_eos": true}, 1<<30, begun)
+				if err == nil && len(ids) != 200 {
+					err = fmt.Errorf("%d tokens", len(ids))
+				}
+				ended <- err
+			}()
+			<-begun
+			for _, i := range told {
+				if err := parts[i].Signal(syscall.SIGTERM); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if err := <-ended; err != nil {
+				t.Errorf("the stream that ran: %v", err)
+			}
+			for i, p := range parts {
+				if code := p.exit(t, 20*time.Second); code != 0 {
+					t.Errorf("process %d ended with %d:\n%s", i, code, p.Log.Tail())
+				}
+			}
+		})
+	}
 }
 
 // A rank that dies, or falls silent, ends its engine with words that name it. Streams go on elsewhere.
