@@ -90,7 +90,7 @@ func objects(v value) ([]byte, error) {
 func newChat(limits *Limits, k *known) Chat {
 	c := Chat{lastAnswer: -1, vocab: limits.VocabSize}
 	if k != nil && len(k.turns) > 0 {
-		c.known, c.earlier = k.turns[0].script.Len(), k.turns[0].list
+		c.known, c.cut = k.turns[0].script.Len(), k.cut
 	}
 	return c
 }
@@ -117,6 +117,7 @@ func (c *Chat) setMessages(v value) error {
 				last, c.prefix.Message = ids, n
 			}
 		}
+		c.cutSeen = c.cutSeen || c.isCut(ids.prompt)
 		if i > 0 {
 			c.Messages = append(c.Messages, ',')
 		}
@@ -132,11 +133,21 @@ func (c *Chat) setMessages(v value) error {
 		return invalid(v.path, "%s is empty: at least one message is needed", v.path)
 	}
 	c.raw = trimArray(v.raw[:len(v.raw)-1])
-	if last.prompt.raw != nil {
-		c.prefix.IDs, c.list.ids, err = last.ids(c.vocab, c.earlier)
-		c.list.at, c.list.size = last.prompt.at-v.at, len(last.prompt.raw)
+	if last.prompt.raw == nil {
+		return nil
 	}
+	var first []int32
+	if c.isCut(last.prompt) {
+		first = c.cut.ids
+	}
+	c.prefix.IDs, c.list.ids, err = last.ids(c.vocab, first)
+	c.list.at, c.list.size = last.prompt.at-v.at, len(last.prompt.raw)
 	return err
+}
+
+// isCut reports whether a list is the one that ids are left out of.
+func (c *Chat) isCut(prompt value) bool {
+	return c.cut.size > 0 && prompt.raw != nil && prompt.at == c.cut.at
 }
 
 // checkMessage checks what every template reads, and notes ids. An assistant's message may have no content: it only

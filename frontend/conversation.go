@@ -327,7 +327,8 @@ func (c *conversations) forget(t *turn) {
 type known struct {
 	turns   []*turn    // all of the same messages; empty for none
 	at      int        // where the array begins in the body
-	removed int        // bytes that are left out in body
+	removed int        // bytes that are left out in body: known messages
+	cut     cut        // ids that are left out behind them, as the turns have them
 	body    []byte     // without what is known, then with memory of its own
 	keys    []chainKey // of the array, which other bytes may follow; nil if they are not known
 }
@@ -339,7 +340,7 @@ func (c *conversations) recall(body []byte) known {
 	if c == nil {
 		return k
 	}
-	if k.at = messagesAt(body); k.at < 0 {
+	if k.at = arrayAt(body, `"messages"`); k.at < 0 {
 		return k
 	}
 	k.keys = chain(body[k.at:])
@@ -351,13 +352,14 @@ func (c *conversations) recall(body []byte) known {
 		rest = rest[1:]
 	}
 	k.removed = len(body) - len(rest) - (k.at + 1)
-	k.body = slices.Concat(body[:k.at+1], rest)
+	k.cut = k.turns[0].list.cutIn(rest)
+	k.body = slices.Concat(body[:k.at+1], rest[:k.cut.at+1], rest[k.cut.at+1+k.cut.size:])
+	k.cut.at += k.at + 1
 	return k
 }
 
-// messagesAt is where the value of "messages" seems to begin, -1 if it is not seen.
-func messagesAt(body []byte) int {
-	const name = `"messages"`
+// arrayAt is where the array that is a member of such a name, with its quotes, seems to begin, -1 if it is not seen.
+func arrayAt(body []byte, name string) int {
 	at := 0
 	for range 8 { // tools may have a parameter of that name
 		i := bytes.Index(body[at:], []byte(name))
@@ -385,8 +387,19 @@ func (k *known) settle(body []byte, c *Chat) bool {
 	if len(k.turns) == 0 {
 		return true
 	}
+	if k.cut.size > 0 {
+		if !c.cutSeen {
+			return false
+		}
+		switch at := c.list.at + k.at; {
+		case at == k.cut.at:
+			c.list.size += k.cut.size
+		case at > k.cut.at:
+			c.list.at += k.cut.size
+		}
+	}
 	before := k.turns[0].written
-	c.written = before.and(trimArray(body[k.at+before.end : k.at+len(read)+k.removed]))
+	c.written = before.and(trimArray(body[k.at+before.end : k.at+len(read)+k.removed+k.cut.size]))
 	c.list.at += k.removed
 	old := k.turns[0].script.Messages() // the same of all, as it follows from what is written
 	if len(c.Messages) > 2 {

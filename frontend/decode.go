@@ -142,16 +142,7 @@ func (v value) members(f func(name string, m value) error) error {
 
 // tokenIDs is an array of token ids in [0, vocab), without a decoder's cost for each of them: prompts
 // come with 100,000 and more. vocab 0 is any id.
-func (v value) tokenIDs(vocab int) ([]int32, error) { return v.tokenIDsAfter(vocab, idList{}) }
-
-// idList is an array of token ids as it was written, and they.
-type idList struct {
-	raw []byte
-	ids []int32
-}
-
-// tokenIDsAfter is tokenIDs of an array that may begin as an earlier one of the same vocabulary did: that much is compared only.
-func (v value) tokenIDsAfter(vocab int, earlier idList) ([]int32, error) {
+func (v value) tokenIDs(vocab int) ([]int32, error) {
 	if v.kind() != jsontext.KindBeginArray {
 		return nil, v.wrongType("an array of token ids")
 	}
@@ -159,15 +150,8 @@ func (v value) tokenIDsAfter(vocab int, earlier idList) ([]int32, error) {
 	if limit == 0 {
 		limit = math.MaxInt32
 	}
-	// The last of the earlier ones may have more digits now.
-	same := bytes.LastIndexByte(earlier.raw, ',') + 1
-	if same == 0 || !bytes.HasPrefix(v.raw, earlier.raw[:same]) {
-		same, earlier.ids = 1, nil
-	}
-	earlier.ids = earlier.ids[:max(0, len(earlier.ids)-1)]
-	ids := make([]int32, 0, len(earlier.ids)+1+bytes.Count(v.raw[same:], []byte{','}))
-	ids = append(ids, earlier.ids...)
-	for rest := v.raw[same:]; ; {
+	ids := make([]int32, 0, 1+bytes.Count(v.raw, []byte{','}))
+	for rest := v.raw[1:]; ; {
 		switch c := rest[0]; {
 		case isSpace(c) || c == ',':
 			rest = rest[1:]

@@ -69,17 +69,23 @@ func (r *sampledIDs) check(message string) error {
 	return nil
 }
 
-// ids are both lists, one behind the other. So many of them are the prompt, which may begin as an earlier one.
-func (r *sampledIDs) ids(vocab int, earlier idList) (all []int32, n int, err error) {
-	prompt, err := r.prompt.tokenIDsAfter(vocab, earlier)
+// ids are both lists, one behind the other; first are ids that are left out of the prompt's. So many of all are the prompt.
+func (r *sampledIDs) ids(vocab int, first []int32) (all []int32, n int, err error) {
+	prompt, err := r.prompt.tokenIDs(vocab)
 	if err != nil {
 		return nil, 0, err
 	}
 	sampled, err := r.generation.tokenIDs(vocab)
-	if err == nil && len(prompt) == 0 {
+	if n = len(first) + len(prompt); err == nil && n == 0 {
 		err = invalid(r.prompt.path, "%s is empty: it is what the model was given", r.prompt.path)
 	}
-	return append(prompt, sampled...), len(prompt), err
+	return slices.Concat(first, prompt, sampled), n, err
+}
+
+// idList is an array of token ids as it was written, and they. The zero value is none.
+type idList struct {
+	raw []byte
+	ids []int32
 }
 
 // listIn is the list that a chat's prefix was read from, in memory of its own. Its ids are the first of those that the
@@ -90,6 +96,52 @@ func (c *Chat) listIn(w *writing, ids []int32) idList {
 		return idList{}
 	}
 	return idList{w.added[from : from+c.list.size], ids[:n]}
+}
+
+// cut is where ids are left out of a list, and as how many bytes they were written.
+type cut struct {
+	at, size int
+	ids      []int32
+}
+
+// cutIn looks for a list of a prompt in messages that begins as an earlier one. But for the last one, which may have more digits now,
+// those ids need not be read.
+func (l idList) cutIn(messages []byte) cut {
+	head := l.raw[:bytes.LastIndexByte(l.raw, ',')+1]
+	if len(head) < minList {
+		return cut{}
+	}
+	at := arrayAt(messages, `"prompt_token_ids"`)
+	if at < 0 || !bytes.HasPrefix(messages[at:], head) {
+		return cut{}
+	}
+	if next := skipSpace(messages, at+len(head)); next == len(messages) || !isDigit(messages[next]) {
+		return cut{} // no list ends with a comma
+	}
+	return cut{at, len(head) - 1, l.ids[:len(l.ids)-1]}
+}
+
+// appendAll appends an array of ids that may begin with those of the list, which were written once already.
+func (l idList) appendAll(b []byte, ids []int32) []byte {
+	n := len(l.ids)
+	if n == 0 || n >= len(ids) || &ids[0] != &l.ids[0] || hasSpace(l.raw) {
+		return appendIDs(b, ids)
+	}
+	b = slices.Grow(b, len(l.raw)+7*(len(ids)-n))
+	b = append(b, l.raw[:len(l.raw)-1]...)
+	bracket := len(b)
+	b = appendIDs(b, ids[n:])
+	b[bracket] = ','
+	return b
+}
+
+func hasSpace(b []byte) bool {
+	for _, c := range []byte(" \n\r\t") {
+		if bytes.IndexByte(b, c) >= 0 {
+			return true
+		}
+	}
+	return false
 }
 
 // setRequiredPrefix takes the ids that the conversation's must begin with, up to the last message of the assistant.
@@ -107,7 +159,7 @@ func (c *Chat) settlePrefix() error {
 		return invalid("required_prefix_token_ids", "required_prefix_token_ids needs a message of the assistant that it ends with")
 	}
 	c.prefix = text.Prefix{IDs: c.required, Message: c.lastAnswer}
-	c.list.size = 0
+	c.list.size = 0 // the ids are not of a list in the messages
 	return nil
 }
 
@@ -211,8 +263,12 @@ func (a *answer) appendRollout(b []byte, c *choice) []byte {
 	if !a.rollout() || c.finish == leg.FinishNotFinished {
 		return b
 	}
+	var known idList
+	if c.g.turn != nil {
+		known = c.g.turn.list
+	}
 	b = append(b, `,"prompt_token_ids":`...)
-	b = appendIDs(b, c.prompt.ids)
+	b = known.appendAll(b, c.prompt.ids)
 	b = append(b, `,"generation_token_ids":[`...)
 	for i := range c.pending.logprobs {
 		if i > 0 {

@@ -57,7 +57,8 @@ type Chat struct {
 	lastAnswer int            // the last message of the assistant that was read; -1 for none
 	vocab      int
 	list       struct{ at, size, ids int } // where in written the prompt of prefix is a list, and of how many ids
-	earlier    idList                      // such a list that was read before
+	cut        cut                         // ids that are left out of a list in what is read
+	cutSeen    bool                        // and it is a prompt's
 }
 
 var errNoTokenizer = errors.New("this model is served without a tokenizer: send the prompt as token ids to /v1/completions")
