@@ -28,6 +28,7 @@ type fake struct {
 	mu       sync.Mutex
 	seen     []seen           // requests
 	exported map[string][]int // what was prefilled and not fetched yet, by id: the prompt with the first token
+	released []string         // bodies of what was given back
 	healthy  bool
 	owner    string // in /v1/models; "" for no such endpoint
 	info     string // of /server_info
@@ -125,6 +126,9 @@ func (f *fake) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	case "/kv_cache_events":
 		f.tellEvents(w)
 		return
+	case releasePath:
+		f.release(w, r)
+		return
 	case chatPath, completionsPath:
 	default:
 		http.NotFound(w, r)
@@ -172,6 +176,20 @@ func (f *fake) tellEvents(w http.ResponseWriter) {
 		}
 	}
 	io.WriteString(w, answer)
+}
+
+// release takes back what our prefill worker left; no other has such an endpoint.
+func (f *fake) release(w http.ResponseWriter, r *http.Request) {
+	body, err := io.ReadAll(r.Body)
+	if f.kind != "baton" || f.peer != nil || err != nil {
+		f.t.Errorf("%s got POST %s %s, %v", f.kind, r.URL.Path, body, err)
+		http.NotFound(w, r)
+		return
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.released = append(f.released, string(body))
+	io.WriteString(w, "{}")
 }
 
 func refuse(w http.ResponseWriter, err error) {
