@@ -119,7 +119,7 @@ const (
 	chainBlock  = 256
 	chainFirst  = 64 << 10
 	chainBehind = 4096
-	chainEnd    = 512
+	chainEnd    = 128
 )
 
 var chainSeed = maphash.MakeSeed()

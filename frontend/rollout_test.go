@@ -6,6 +6,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"pgregory.net/rapid"
 )
 
 // rolloutJSON is a message with rollout fields.
@@ -162,5 +164,149 @@ func TestRolloutFaults(t *testing.T) {
 	e := post(t, s.Handler(), chatPath, `{"messages":[`+question+`,`+message(`,"prompt_token_ids":[97],"generation_token_ids":[98]`)+`,`+more+`]}`)
 	if f := e.failure(t); e.status != 400 || deref(f.Param) != "messages[1].generation_token_ids" || !strings.Contains(f.Message, "end-of-sequence") {
 		t.Errorf("%d %s", e.status, e.body)
+	}
+}
+
+// TestAppendOthers: rollout fields are gone, and everything else is as it was.
+func TestAppendOthers(t *testing.T) {
+	for _, c := range []struct{ in, want string }{
+		{`{"a":1,"prompt_token_ids":[1,2],"b":{"prompt_token_ids":3}}`, `{"a":1,"b":{"prompt_token_ids":3}}`},
+		{`{"generation_token_ids":[1,2] , "prompt_token_ids":null}`, `{}`},
+		{`{ "b": 1.0 , "generation_log_probs" : [] , "c":"\"prompt_token_ids\":[1]" }`, `{"b":1.0,"c":"\"prompt_token_ids\":[1]"}`},
+		{`{"prompt\u005ftoken_ids":[1],"\u0062":"\u0063"}`, `{"\u0062":"\u0063"}`},
+		{`{"b" : 1}`, `{"b" : 1}`},
+	} {
+		var ids sampledIDs
+		if err := (value{raw: []byte(c.in)}).members(func(name string, m value) error { ids.set(name, m); return nil }); err != nil {
+			t.Fatal(err)
+		}
+		if got := string(ids.appendOthers(nil, []byte(c.in))); got != c.want {
+			t.Errorf("%s became %s, want %s", c.in, got, c.want)
+		}
+	}
+}
+
+// TestCutIn: only what an earlier list began with is left out, and only where it stands for the same ids.
+func TestCutIn(t *testing.T) {
+	var ids []int32
+	for i := range int32(30) {
+		ids = append(ids, 1000+i)
+	}
+	raw := string(appendIDs(nil, ids))
+	known, body := idList{[]byte(raw), ids}, func(list string) string { return `[{"prompt_token_ids" : ` + list + `}]` }
+	open := raw[:len(raw)-1]
+	for _, c := range []struct {
+		name, list string
+		want       bool
+	}{
+		{"the same", raw, true},
+		{"more", open + ",7]", true},
+		{"more digits", open + "5,7]", true},
+		{"another last", open[:len(open)-1] + "0]", true},
+		{"spaces behind it", open + " , 7 ]", true},
+		{"one less", string(appendIDs(nil, ids[:29])), false},
+		{"nothing behind the comma", open[:len(open)-4] + "]", false},
+		{"something else behind the comma", open[:len(open)-4] + "-1]", false},
+		{"another first", "[2" + raw[2:], false},
+		{"spelled otherwise", strings.Replace(raw, ",", ", ", 1), false},
+		{"cut short", open[:len(open)-4], false},
+		{"none", "[]", false},
+		{"no list", "5", false},
+	} {
+		text := body(c.list)
+		got := known.cutIn([]byte(text))
+		if got.size > 0 != c.want {
+			t.Errorf("%s: %+v", c.name, got)
+		}
+		if got.size == 0 {
+			continue
+		}
+		left := text[:got.at+1] + text[got.at+1+got.size:]
+		var want, rest []struct {
+			Prompt []int32 `json:"prompt_token_ids"`
+		}
+		if err := json.Unmarshal([]byte(text), &want); err != nil {
+			t.Fatal(c.name, err)
+		}
+		if err := json.Unmarshal([]byte(left), &rest); err != nil || !slices.Equal(slices.Concat(got.ids, rest[0].Prompt), want[0].Prompt) {
+			t.Errorf("%s: %v and %s are not %v (%v)", c.name, got.ids, left, want[0].Prompt, err)
+		}
+	}
+}
+
+// TestRolloutsAnyhow: rollouts whose lists are spelled anyhow, edited, damaged, in wrong places or missing get what a server
+// gives them that remembers nothing: the same ids, or the same error.
+func TestRolloutsAnyhow(t *testing.T) {
+	tok := newTextTokenizer(t, agentTemplate, merges...)
+	prompter := func(t interface{ Fatal(...any) }, entries int) *Prompter {
+		p, err := NewPrompter(PrompterConfig{Tokenizer: tok, Conversations: ConversationLimits{Entries: entries}, Limits: Limits{VocabSize: 259 + len(merges)}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return p
+	}
+	cuts := 0
+	rapid.Check(t, func(rt *rapid.T) {
+		with, without := prompter(rt, 0), prompter(rt, -1)
+		messages := []string{`{"role":"user","content":"a question that is long enough for its ids to be worth a look at them"}`}
+		spell := func(ids []int32) string {
+			s := string(appendIDs(nil, ids))
+			return strings.ReplaceAll(s, ",", rapid.SampledFrom([]string{",", ",", ",", ", ", " ,\n"}).Draw(rt, "comma"))
+		}
+		for range rapid.IntRange(2, 8).Draw(rt, "turns") {
+			body := `{"messages":[` + strings.Join(messages, ",") + `]}`
+			if rapid.IntRange(0, 5).Draw(rt, "damaged") == 0 {
+				// Mostly in the lists, and in what was there before.
+				at := rapid.IntRange(0, len(body)-1).Draw(rt, "where")
+				with := rapid.SampledFrom([]string{"", ",", "]", "1", "5,", " ", "-", `"`, "[", "{}"}).Draw(rt, "damage")
+				body = body[:at] + with + body[at+rapid.IntRange(0, 1).Draw(rt, "instead"):]
+			}
+			if k := with.conversations.recall([]byte(body)); k.cut.size > 0 {
+				cuts++
+			}
+			got, err := with.Prompt(rt.Context(), []byte(body), "")
+			want, wanted := without.Prompt(rt.Context(), []byte(body), "")
+			if (err == nil) != (wanted == nil) || err != nil && err.Error() != wanted.Error() {
+				rt.Fatalf("%s\nerror %v\n want %v", body, err, wanted)
+			}
+			if !slices.Equal(got, want) {
+				rt.Fatalf("%s\n got %v\nwant %v", body, got, want)
+			}
+			if err != nil {
+				continue
+			}
+			sampled := []int32{'a', 'n', 's', 257}
+			list := spell(got)
+			fields := `,"prompt_token_ids":` + list + `,"generation_token_ids":` + spell(sampled)
+			switch rapid.IntRange(0, 9).Draw(rt, "fields") {
+			case 0:
+				fields = ""
+			case 1:
+				fields = `,"tool_calls":[{"type":"function","function":{"name":"f","arguments":{"prompt_token_ids":` + list + `}}}]` + fields
+			case 2:
+				fields = `,"x\"prompt_token_ids":` + list + fields
+			}
+			messages = append(messages, `{"role":"assistant","content":"ans"`+fields+`}`, `{"role":"user","content":"more"}`)
+		}
+	})
+	if cuts == 0 {
+		t.Error("nothing was ever left out")
+	}
+}
+
+// TestKnownListIsPrinted: the ids of an answer are the prompt's, also where they are copied from the request.
+func TestKnownListIsPrinted(t *testing.T) {
+	ids := []int32{1, 20, 300, 4000, 50000}
+	for _, raw := range []string{`[1,20,300]`, `[1, 20, 300]`, "[1,20\n,300]", `[1]`, ``} {
+		l := idList{[]byte(raw), ids[:strings.Count(raw, ",")+min(len(raw), 1)]}
+		for n := len(l.ids); n <= len(ids); n++ {
+			if got, want := string(l.appendAll([]byte("x"), ids[:n])), "x"+string(appendIDs(nil, ids[:n])); got != want {
+				t.Errorf("%s: %s, want %s", raw, got, want)
+			}
+		}
+	}
+	other := []int32{9, 9, 9, 9}
+	if got := string(idList{[]byte(`[1,20]`), ids[:2]}.appendAll(nil, other)); got != `[9,9,9,9]` {
+		t.Error(got)
 	}
 }
