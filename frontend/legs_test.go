@@ -1,6 +1,7 @@
 package frontend
 
 import (
+	"bytes"
 	"context"
 	"encoding/base64"
 	"encoding/binary"
@@ -377,7 +378,13 @@ func FuzzLegs(f *testing.F) {
 	if err != nil {
 		f.Fatal(err)
 	}
+	end, err := wire.Encode(&wire.EngineReply{Results: []wire.Result{{Tokens: wire.Tokens{7}, Finish: wire.FinishStop, StopToken: 7}}})
+	if err != nil {
+		f.Fatal(err)
+	}
 	for _, params := range []string{
+		`[{"request_type":"context_only","first_gen_tokens":[7],"encoded_opaque_state":"` + base64.StdEncoding.EncodeToString(state) + `"},` +
+			`{"request_type":"context_only","first_gen_tokens":[7],"encoded_opaque_state":"` + base64.StdEncoding.EncodeToString(end) + `"}]`,
 		`{"request_type":"context_only","disagg_request_id":9223372036854775807,"return_prompt_token_ids_b64":true,"ctx_dp_rank":0,"schedule_style":0}`,
 		`{"request_type":"generation_only","first_gen_tokens":[7],"first_gen_log_probs":[[{"token_id":7,"logprob":-1e-45,"rank":null},{"token_id":8,"logprob":-1,"rank":1}]],` +
 			`"encoded_opaque_state":"` + base64.StdEncoding.EncodeToString(state) + `","ctx_usage":{"prompt_tokens_details":{"cached_tokens":3}},"conversation_id":"c"}`,
@@ -385,6 +392,8 @@ func FuzzLegs(f *testing.F) {
 	} {
 		f.Add([]byte(`{"prompt":[1,2],"max_tokens":4,"logprobs":2,"disaggregated_params":` + params + `}`))
 		f.Add([]byte(`{"messages":[{"role":"user","content":"a"}],"prompt":"","prompt_token_ids_b64":"AQAAAA==","disaggregated_params":` + params + `}`))
+		f.Add([]byte(`{"prompt":["a","b"],"prompt_token_ids_b64":["AQAAAA==","AgAAAA=="],"max_tokens":4,"stop":"a","disaggregated_params":` + params + `}`))
+		f.Add([]byte(`{"prompt_token_ids":[[1],[2]],"n":2,"stream":true,"disaggregated_params":` + params + `}`))
 	}
 	legs, err := leg.NewServer(leg.ServerConfig{Core: leg.Config{Engines: []string{"none"}}, Logger: slog.New(slog.DiscardHandler)})
 	if err != nil {
@@ -393,8 +402,11 @@ func FuzzLegs(f *testing.F) {
 	f.Cleanup(legs.Close)
 	s := newTestServer(f, Legs{legs}, func(c *Config) { c.Limits = Limits{VocabSize: toyVocab, MaxBody: 1 << 20} })
 	f.Fuzz(func(t *testing.T, body []byte) {
-		for _, path := range []string{completionPath, chatPath} {
+		for _, path := range []string{completionPath, chatPath, "/legs/release"} {
 			r := post(t, s.Handler(), path, string(body))
+			if r.status == http.StatusOK && (path == "/legs/release" || bytes.Contains(r.body, []byte(`"finish_reason":"`))) {
+				continue // given back, or all of it had ended
+			}
 			if e := r.failure(t); r.status != http.StatusServiceUnavailable && (r.status < 400 || r.status >= 500) || e.Message == "" {
 				t.Errorf("%s: %d %s", path, r.status, r.body)
 			}

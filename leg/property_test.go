@@ -507,23 +507,46 @@ func (w *world) submit() {
 	w.p.tell(Submit{o.job, Job{Kind: Context, Request: o.request, Group: -1}})
 }
 
-// bring takes a state to the decode process. The client may keep a copy.
+// bring takes a state to the decode process. The client may keep a copy, even if it said that it would not try again.
 func (w *world) bring() {
 	id := pick(w, w.states)
 	if id == 0 {
 		return
 	}
-	raw, o := w.states[id], w.orders[id]
+	raw, o, once := w.states[id], w.orders[id], w.maybe(2)
 	if !w.maybe(3) {
 		delete(w.states, id)
 	}
+	w.jobs++
+	w.tries[w.jobs] = &answer{order: o}
+	w.d.tell(Submit{w.jobs, Job{
+		Kind: Generation, Request: o.request, Group: -1, State: w.decode(raw), Digest: sha256.Sum256(raw), First: wire.Result{Tokens: w.firsts[id].Tokens}, Once: once,
+	}})
+}
+
+func (w *world) decode(raw []byte) *wire.KVState {
 	m, err := wire.Decode(raw)
 	if err != nil {
 		w.fatal("%v", err)
 	}
-	w.jobs++
-	w.tries[w.jobs] = &answer{order: o}
-	w.d.tell(Submit{w.jobs, Job{Kind: Generation, Request: o.request, Group: -1, State: m.(*wire.KVState), Digest: sha256.Sum256(raw), First: wire.Result{Tokens: w.firsts[id].Tokens}}})
+	return m.(*wire.KVState)
+}
+
+// giveUp is a client that does not go on: its answer was not sent, or it died, or it says so. It may have sent the state
+// somewhere before.
+func (w *world) giveUp() {
+	id := pick(w, w.states)
+	if id == 0 {
+		return
+	}
+	raw := w.states[id]
+	delete(w.states, id)
+	switch w.rng.IntN(3) {
+	case 0:
+		w.p.tell(Discard{id})
+	case 1:
+		w.p.tell(Release{w.decode(raw), sha256.Sum256(raw)})
+	}
 }
 
 // pick draws a key; 0 when there is none.
@@ -552,13 +575,8 @@ func (w *world) step() {
 		{8, func() { w.anyCopy(true) }}, {1, func() { w.anyCopy(false) }},
 		{5, func() { w.pass(time.Duration(1+w.rng.IntN(900)) * time.Millisecond) }},
 		{1, w.leave},
-		{1, func() {
-			if id := pick(w, w.states); id != 0 { // the answer was not sent, or its reader died
-				if delete(w.states, id); w.maybe(2) {
-					w.p.tell(Discard{id})
-				}
-			}
-		}},
+		{1, w.giveUp},
+		{1, func() { w.p.tell(Renew{pick(w, w.states)}) }},
 		{1, func() {
 			if w.link != nil && w.maybe(2) {
 				w.breakLink()

@@ -251,9 +251,11 @@ func (c *Core) leaveSource(r *request, safe bool) {
 	c.endRead(r, &wire.AbortRequest{ID: r.id})
 }
 
-// giveUp releases the source of a generation leg that was refused, if nobody will try again.
+// giveUp releases the source of a generation leg that was refused, if nobody will try again. Links that are not there are
+// opened for so many only.
 func (c *Core) giveUp(id uint64, job Job) {
-	if s := job.State; job.Kind != Generation || !job.Once || s == nil || checkAddress(s) != nil {
+	s := job.State
+	if job.Kind != Generation || !job.Once || s == nil || checkAddress(s) != nil || c.sources[s.Address] == nil && len(c.sources) >= c.cfg.Requests {
 		return
 	}
 	r := &request{id: id, job: job}
