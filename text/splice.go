@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"slices"
+	"strings"
 	"time"
 )
 
@@ -218,27 +219,27 @@ func (r *rendering) encode(s *Script, base encoded, shown Prompt, p Prefix, reus
 		return err
 	}
 	base = base.upTo(commonPrefix(shown.Text, s.prompt.Text) - r.t.lookahead())
-	template, templateSyncs, err := r.t.encodeFrom(shown, base.ids, base.syncs)
+	template, templateSyncs, err := r.t.encodeTail(shown, base)
 	if err != nil {
 		return err
 	}
-	if !r.endsAtEOS(shown, templateSyncs, template) {
+	if !r.endsAtEOS(shown, templateSyncs, base.ids, template) {
 		return &PrefixError{Message: p.Message, EOS: r.t.special.EOS, Reason: "the template does not end that message with it"}
 	}
-	all, syncs, err := r.t.encodeFrom(s.prompt, base.ids, base.syncs)
+	all, syncs, err := r.t.encodeTail(s.prompt, base)
 	if err != nil {
 		return err
 	}
 	var k int
-	if s.ids, k, err = replacePrefix(p.IDs, template, all, r.t.special.EOS); err != nil {
+	if s.ids, k, err = replacePrefix(p.IDs, base.ids, template, all, r.t.special.EOS); err != nil {
 		err.(*PrefixError).Message = p.Message
 		return err
 	}
-	end := len(s.ids) - (len(all) - k) // ids of the prefix
+	end := len(s.ids) - (len(base.ids) + len(all) - k) // ids of the prefix
 	reuse.IDs = end
-	same := 0 // ids that the text has too
-	for same < min(end, k) && s.ids[same] == all[same] {
-		same++
+	same := commonIDs(s.ids[:end], base.ids[:min(k, len(base.ids))]) // ids that the text has too
+	if same == len(base.ids) {
+		same += commonIDs(s.ids[same:end], all[:k-same])
 	}
 	reuse.Spliced = same < end || same < k
 	for _, at := range syncs {
@@ -252,25 +253,33 @@ func (r *rendering) encode(s *Script, base encoded, shown Prompt, p Prefix, reus
 	return nil
 }
 
-// endsAtEOS reports whether nothing but white space follows the last end-of-sequence token of a text.
-func (r *rendering) endsAtEOS(p Prompt, syncs []syncPoint, ids []int32) bool {
+// endsAtEOS reports whether nothing but white space follows the last end-of-sequence token of a text, whose ids are those of base
+// and tail.
+func (r *rendering) endsAtEOS(p Prompt, syncs []syncPoint, base, tail []int32) bool {
 	eos := r.t.special.EOS
-	for i := len(syncs) - 1; i >= 0; i-- {
-		if at := syncs[i]; at.ids > 0 && ids[at.ids-1] == eos {
-			return len(bytes.TrimSpace([]byte(p.Text[at.text:]))) == 0
+	for _, at := range slices.Backward(syncs) {
+		if at.ids == 0 {
+			continue
+		}
+		last, ids := at.ids-1, base
+		if last >= len(base) {
+			last, ids = last-len(base), tail
+		}
+		if ids[last] == eos {
+			return len(strings.TrimSpace(p.Text[at.text:])) == 0
 		}
 	}
 	return false
 }
 
 // replacePrefix puts the ids that a model saw and sampled in place of the ids that a template's text up to the end of the
-// same message has. prior are the model's; upTo are the template's up to the end of the message that prior ends with,
-// all those of the whole conversation. The message ends at as many end-of-sequence tokens as upTo has: counting them
-// survives templates that show an old message otherwise once others follow it. k is where, in all, the ids begin that follow prior;
+// same message has. prior are the model's; base and upTo are the template's up to the end of the message that prior ends with,
+// base and all those of the whole conversation. The message ends at as many end-of-sequence tokens as upTo has: counting them
+// survives templates that show an old message otherwise once others follow it. k is where, in base and all, the ids begin that follow prior;
 // the template's end-of-sequence token is the first of them, so that it closes a message that was cut off as well.
-func replacePrefix(prior, upTo, all []int32, eos int32) (ids []int32, k int, err error) {
+func replacePrefix(prior, base, upTo, all []int32, eos int32) (ids []int32, k int, err error) {
 	if len(prior) == 0 {
-		return all, 0, nil
+		return slices.Concat(base, all), 0, nil
 	}
 	if eos < 0 {
 		return nil, 0, &PrefixError{EOS: eos, Reason: "the tokenizer has none"}
@@ -278,25 +287,50 @@ func replacePrefix(prior, upTo, all []int32, eos int32) (ids []int32, k int, err
 	if prior[len(prior)-1] == eos {
 		prior = prior[:len(prior)-1]
 	}
-	n := 0
-	for _, id := range upTo {
-		if id == eos {
-			n++
-		}
-	}
+	before := countID(base, eos)
+	n := before + countID(upTo, eos)
 	if n == 0 {
 		return nil, 0, &PrefixError{EOS: eos, Reason: "the template shows none up to the end of that message"}
 	}
-	seen := 0
-	for i, id := range all {
-		if id != eos {
-			continue
-		}
-		if seen++; seen == n {
-			return slices.Concat(prior, all[i:]), i, nil
+	if n <= before {
+		k = nthID(base, eos, n)
+		return slices.Concat(prior, base[k:], all), k, nil
+	}
+	if k = nthID(all, eos, n-before); k < 0 {
+		return nil, 0, &PrefixError{EOS: eos, Reason: "the conversation has fewer of them than it has up to that message"}
+	}
+	return slices.Concat(prior, all[k:]), len(base) + k, nil
+}
+
+// countID is how often an id is in a list.
+func countID(ids []int32, id int32) (n int) {
+	for _, x := range ids {
+		if x == id {
+			n++
 		}
 	}
-	return nil, 0, &PrefixError{EOS: eos, Reason: "the conversation has fewer of them than it has up to that message"}
+	return n
+}
+
+// nthID is the place where an id is for the nth time, -1 if it is not so often.
+func nthID(ids []int32, id int32, n int) int {
+	for i, x := range ids {
+		if x != id {
+			continue
+		}
+		if n--; n == 0 {
+			return i
+		}
+	}
+	return -1
+}
+
+// commonIDs is the number of ids that two lists begin with alike.
+func commonIDs(a, b []int32) (n int) {
+	for n < min(len(a), len(b)) && a[n] == b[n] {
+		n++
+	}
+	return n
 }
 
 func hasPrefix(ids, prefix []int32) bool {

@@ -59,9 +59,15 @@ func (t *Tokenizer) prefixOf(s *Script, p Prompt) encoded {
 // encodeFrom gives the ids of a rendered chat that begins with these ids, up to the last of the sync points, and all its
 // sync points.
 func (t *Tokenizer) encodeFrom(p Prompt, ids []int32, syncs []syncPoint) ([]int32, []syncPoint, error) {
+	tail, syncs, err := t.encodeTail(p, encoded{ids, syncs})
+	return slices.Concat(ids, tail), syncs, err
+}
+
+// encodeTail gives the ids of a rendered chat behind those of base, with which it begins, and all its sync points.
+func (t *Tokenizer) encodeTail(p Prompt, base encoded) (ids []int32, syncs []syncPoint, err error) {
 	from := 0
-	if len(syncs) > 0 {
-		from = syncs[len(syncs)-1].text
+	if n := len(base.syncs); n > 0 {
+		from = base.syncs[n-1].text
 	}
 	tail := Prompt{Text: p.Text[from:]}
 	for _, at := range p.plain {
@@ -69,15 +75,14 @@ func (t *Tokenizer) encodeFrom(p Prompt, ids []int32, syncs []syncPoint) ([]int3
 			tail.plain = append(tail.plain, at-from)
 		}
 	}
-	ids = append(make([]int32, 0, len(ids)+len(tail.Text)/3+16), ids...)
-	syncs = slices.Clip(syncs)
-	ids, err := t.encodeSegments(ids, tail, true, func(text int, ids []int32) {
+	syncs = slices.Clip(base.syncs)
+	ids, err = t.encodeSegments(make([]int32, 0, len(tail.Text)/3+16), tail, true, func(text int, ids []int32) {
 		text += from
 		r, _ := utf8.DecodeLastRuneInString(p.Text[:text])
 		if t.singleWords && wordRune(r) {
 			return // a token that stands alone would not know what it touches
 		}
-		syncs = append(syncs, syncPoint{text, len(ids)})
+		syncs = append(syncs, syncPoint{text, len(base.ids) + len(ids)})
 	})
 	return ids, syncs, err
 }

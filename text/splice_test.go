@@ -37,9 +37,11 @@ func TestReplacePrefix(t *testing.T) {
 		// A message that was cut off has no end of sequence; the template's closes it.
 		{[]int32{1, 5, 6}, []int32{1, 5, 7, 2}, []int32{1, 5, 7, 2, 8}, []int32{1, 5, 6, 2, 8}},
 	} {
-		got, _, err := replacePrefix(c.prior, c.upTo, c.all, 2)
-		if err != nil || !slices.Equal(got, c.want) {
-			t.Errorf("%d: got %v, %v; want %v", i, got, err, c.want)
+		for base := 0; base <= len(c.all) && base <= len(c.upTo) && slices.Equal(c.all[:base], c.upTo[:base]); base++ {
+			got, k, err := replacePrefix(c.prior, c.all[:base], c.upTo[base:], c.all[base:], 2)
+			if err != nil || !slices.Equal(got, c.want) || !slices.Equal(got[len(got)-len(c.all[k:]):], c.all[k:]) {
+				t.Errorf("%d: got %v (%d), %v; want %v", i, got, k, err, c.want)
+			}
 		}
 	}
 	for i, c := range []struct {
@@ -50,7 +52,7 @@ func TestReplacePrefix(t *testing.T) {
 		{[]int32{9, 2, 9, 2}, []int32{9, 2, 9}, 2},     // fewer in the whole
 		{[]int32{9, 2}, []int32{9, 2}, -1},             // the tokenizer has none
 	} {
-		_, _, err := replacePrefix([]int32{7, 2}, c.upTo, c.all, c.eos)
+		_, _, err := replacePrefix([]int32{7, 2}, nil, c.upTo, c.all, c.eos)
 		if e, ok := errors.AsType[*PrefixError](err); !ok || e.EOS != c.eos {
 			t.Errorf("%d: error %v", i, err)
 		}
