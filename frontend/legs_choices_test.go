@@ -253,3 +253,32 @@ func TestLegsReleased(t *testing.T) {
 		t.Errorf("a server without legs: %d", r.status)
 	}
 }
+
+// While a context leg computes the last of its prompts, the KV of the first is kept, however long that takes.
+func TestChoicesAreKept(t *testing.T) {
+	const lease = 250 * time.Millisecond
+	p, prefill := legServerWith(t, wire.RolePrefill, lease)
+	var prompts [][]int
+	for i := range 16 {
+		prompts = append(prompts, append([]int{i + 3}, ids(3, 253)...))
+	}
+	b := body{"prompt": prompts, "n": 2, "max_tokens": 5, "seed": 1, "ignore_eos": true}
+	for n := 0; ; n++ { // more, until it takes long
+		begin := time.Now()
+		a := contextLeg(t, p, completionPath, b.with(body{"cache_salt": fmt.Sprint(n)}), nil)
+		s, took := prefill.Stats(), time.Since(begin)
+		if took > 3*lease {
+			if s.Expired > 0 || s.Exports != len(a.Choices) {
+				t.Errorf("after %v: %+v", took, s)
+			}
+			return
+		}
+		for _, c := range a.Choices {
+			post(t, p.Handler(), "/legs/release", body{"disaggregated_params": c.Params}.String())
+		}
+		prompts = append(prompts, prompts...)
+		if b["prompt"] = prompts; len(prompts) > 600 {
+			t.Skip("this machine is too fast")
+		}
+	}
+}

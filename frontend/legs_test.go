@@ -41,7 +41,7 @@ func legServerWith(t *testing.T, role string, lease time.Duration) (*Server, *le
 	}
 	quiet := slog.New(slog.DiscardHandler)
 	shard, err := engine.Open(t.Context(), engine.Config{
-		Role: role, Checkpoint: ck, KVBytes: 8 << 20, Threads: 1, Logger: quiet, Transport: "tcp", Continuation: -1, ServedModel: "toy", ExportLease: lease,
+		Role: role, Checkpoint: ck, KVBytes: 64 << 20, Threads: 1, Logger: quiet, Transport: "tcp", Continuation: -1, ServedModel: "toy", ExportLease: lease,
 	})
 	if err != nil {
 		t.Fatal(err)
