@@ -213,8 +213,11 @@ func readSized(r io.Reader, size int64) ([]byte, error) {
 // spares are buffers of large bodies: a rollout's come at every turn, and the next is a little longer.
 var spares sync.Pool // of *[]byte
 
-// maxSpare bounds the buffers that are kept.
-const maxSpare = 4 << 20
+// Bounds of the buffers that are kept, and of the room that they have for longer ones.
+const (
+	maxSpare  = 4 << 20
+	spareRoom = 512 << 10
+)
 
 // spare gives a body's memory to others. Nothing may refer to it.
 func spare(body []byte) {
@@ -228,7 +231,7 @@ func roomier(b []byte, more int) []byte {
 	if s, _ := spares.Get().(*[]byte); s != nil && cap(*s)-len(b) >= more {
 		return append((*s)[:0], b...)
 	}
-	return slices.Grow(b, more+more/8)
+	return slices.Grow(b, more+min(more/2, spareRoom))
 }
 
 // json answers with a whole body.
