@@ -281,3 +281,59 @@ func TestChoicesWithoutADecodeEngine(t *testing.T) {
 	die.Store(0)
 	atRest(t, prefill, decode, 0)
 }
+
+// Engines of ours that take no legs serve whole requests beside those that do. One that is in the wrong pool is left out.
+func TestRelayKnowsRoles(t *testing.T) {
+	model := goldenPath("llama")
+	flags := []string{"--transfer=tcp", "--kv-memory=32MiB"}
+	prefill, decode, both := httpPart(t, nil, model, wire.RolePrefill, flags...), httpPart(t, nil, model, wire.RoleDecode, flags...), httpPart(t, nil, model, wire.RoleBoth, "--kv-memory=32MiB")
+	front := start(t, "frontend", "--listen=127.0.0.1:0", "--prefill-router=round_robin", "--prefill="+prefill.url, "--decode="+decode.url,
+		"--prefill="+both.url, "--decode="+both.url)
+	f := &fleet{url: front.await(t, `frontend at (https?://\S+)`), model: "m"}
+	body := func(seed int) map[string]any {
+		return map[string]any{"model": "m", "prompt": prompt(70, 1), "n": 2, "max_tokens": 6, "seed": seed, "ignore_eos": true}
+	}
+	want, _ := both.answered(t, "/v1/completions", body(1))
+	routes := map[string]int{}
+	f.awaitHealth(t)
+	f.awaitWorkers(t, func(s string) bool { return strings.Count(s, `"healthy":true`) == 3 })
+	for range 6 {
+		got, route := f.answered(t, "/v1/completions", body(1))
+		routes[route]++
+		if asJSON(got["choices"]) != asJSON(want["choices"]) {
+			t.Errorf("%s: %s, want %s", route, asJSON(got), asJSON(want))
+		}
+	}
+	if routes["two legs"] != 3 || routes["single; the worker takes no legs"] != 3 {
+		t.Errorf("%v", routes)
+	}
+	for role, url := range map[string]string{"prefill": decode.url, "decode": prefill.url} {
+		wrong := start(t, "frontend", "--listen=127.0.0.1:0", "--prefill="+prefill.url, "--decode="+decode.url, "--"+role+"="+url)
+		w := &fleet{url: wrong.await(t, `frontend at (https?://\S+)`), model: "m"}
+		w.awaitWorkers(t, func(s string) bool { return strings.Contains(s, "and it is here for "+role+" legs too") })
+	}
+	wrong := start(t, "frontend", "--listen=127.0.0.1:0", "--prefill="+prefill.url, "--decode="+both.url)
+	w := &fleet{url: wrong.await(t, `frontend at (https?://\S+)`), model: "m"}
+	w.awaitWorkers(t, func(s string) bool { return strings.Contains(s, "it serves whole requests only") })
+}
+
+// awaitWorkers waits until a relay says something of its workers.
+func (f *fleet) awaitWorkers(t *testing.T, says func(string) bool) {
+	t.Helper()
+	var raw []byte
+	for deadline := time.Now().Add(20 * time.Second); time.Now().Before(deadline); time.Sleep(20 * time.Millisecond) {
+		resp, err := f.http().Get(f.url + "/workers")
+		if err != nil {
+			t.Fatal(err)
+		}
+		raw, err = io.ReadAll(resp.Body)
+		resp.Body.Close()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if says(string(raw)) {
+			return
+		}
+	}
+	t.Fatalf("%s", raw)
+}

@@ -248,6 +248,8 @@ func (x *exchange) attempt() error {
 			return x.single(t, "the engines do not say what they are")
 		}
 		return x.single(t, d.whole(x.r))
+	case source.w.known().whole:
+		return x.alone(source, d, t, "the worker takes no legs")
 	case d.together():
 		return x.together(d, t, source)
 	}
@@ -337,9 +339,8 @@ func (x *exchange) done(at *lease) {
 	x.s.metrics.legs.WithLabelValues(at.leg.String(), at.w.URL, "ok").Inc()
 }
 
-// single lets one worker serve the whole request.
+// single lets a decode worker serve the whole request.
 func (x *exchange) single(t *try, reason string) error {
-	x.s.metrics.single.WithLabelValues(reason).Inc()
 	d := x.s.dialect()
 	if d == nil {
 		d = plain{}
@@ -349,6 +350,12 @@ func (x *exchange) single(t *try, reason string) error {
 		return err
 	}
 	defer at.end(canceled)
+	return x.alone(at, d, t, reason)
+}
+
+// alone lets a worker serve the whole request.
+func (x *exchange) alone(at *lease, d dialect, t *try, reason string) error {
+	x.s.metrics.single.WithLabelValues(reason).Inc()
 	x.route = "single; " + reason
 	a, err := x.call(at, d.single(t), nil)
 	if err != nil {

@@ -52,6 +52,7 @@ type worker struct {
 type facts struct {
 	contextEndpoint string            // TensorRT-LLM's ctx_info_endpoint
 	ranks           map[string]string // Mooncake's data-parallel ranks and their engines' ids
+	whole           bool              // it serves whole requests, and no legs: one of ours with --role both
 }
 
 func (w *worker) known() facts {
@@ -82,7 +83,7 @@ func (w *worker) probeNow() {
 
 // available reports whether a leg may go to the worker now. The caller holds the fleet's lock.
 func (w *worker) available(l legKind, now time.Time) bool {
-	return w.roles[l] && w.healthy && !w.leaving && w.breaker.allows(now)
+	return w.roles[l] && w.healthy && !w.leaving && w.breaker.allows(now) && (l == prefillLeg || !w.known().whole)
 }
 
 // Watching.
@@ -190,6 +191,11 @@ func (s *Server) identify(ctx context.Context, w *worker) error {
 	if known := s.setDialect(d); known.name() != d.name() {
 		return fmt.Errorf("it is %s, but the other workers are %s: one relay serves one kind", d.name(), known.name())
 	}
+	if d.name() == "baton" {
+		if learned.whole, err = s.isWhole(ctx, w); err != nil {
+			return err
+		}
+	}
 	if s.fleet.hasRole(w, prefillLeg) {
 		if err := s.learn(ctx, d, w, learned); err != nil {
 			return err
@@ -201,6 +207,32 @@ func (s *Server) identify(ctx context.Context, w *worker) error {
 		s.awaitEvents(ctx, w)
 	}
 	return nil
+}
+
+// isWhole asks an engine of ours for its role, refuses it where that does not fit, and reports whether it serves whole
+// requests.
+func (s *Server) isWhole(ctx context.Context, w *worker) (bool, error) {
+	var info struct {
+		Role string `json:"role"`
+	}
+	if body, err := s.ask(ctx, w, "/server_info"); err != nil {
+		if errors.As(err, new(*statusError)) {
+			return false, nil
+		}
+		return false, err
+	} else if err := json.Unmarshal(body, &info); err != nil {
+		return false, fmt.Errorf("/server_info: %w", err)
+	}
+	p, d := s.fleet.hasRole(w, prefillLeg), s.fleet.hasRole(w, decodeLeg)
+	switch {
+	case info.Role == "prefill" && d:
+		return false, errors.New("its --role is prefill, and it is here for decode legs too")
+	case info.Role == "decode" && p:
+		return false, errors.New("its --role is decode, and it is here for prefill legs too")
+	case info.Role == "both" && !p:
+		return false, errors.New("its --role is both: it serves whole requests only, which it gets as a prefill worker, or when there are none")
+	}
+	return info.Role == "both", nil
 }
 
 // owners are what engines call themselves in /v1/models.
