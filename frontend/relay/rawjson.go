@@ -256,19 +256,25 @@ var scalar = func() (set [256]bool) {
 	return set
 }()
 
-// numbers passes an array without strings and nested values if this is one. Such arrays are long: prompts of ids.
+// numbers passes an array without strings and nested values if this is one. Such arrays are long: prompts of ids, and those that
+// messages of rollouts carry.
 func (s *scanner) numbers() bool {
-	n := bytes.IndexByte(s.b[s.at:], ']')
+	inside := s.b[s.at+1:]
+	// It is looked for no further than the next array, which may be asked about too.
+	if n := bytes.IndexByte(inside, '['); n >= 0 {
+		inside = inside[:n]
+	}
+	n := bytes.IndexByte(inside, ']')
 	if n < 0 {
 		return false
 	}
-	inside := s.b[s.at+1 : s.at+n]
-	for _, c := range [...]byte{'"', '[', '{', '}'} {
+	inside = inside[:n]
+	for _, c := range [...]byte{'"', '{', '}'} {
 		if bytes.IndexByte(inside, c) >= 0 {
 			return false
 		}
 	}
-	s.at += n + 1
+	s.at += n + 2
 	return true
 }
 
@@ -286,6 +292,9 @@ func (s *scanner) nested() error {
 		case '{', '[':
 			if depth == maxNested {
 				return s.fail(fmt.Sprintf("values are nested more than %d deep", maxNested))
+			}
+			if c == '[' && s.numbers() {
+				continue
 			}
 			open[depth] = c + 2 // in ASCII, { and [ are two before } and ]
 			depth++

@@ -75,6 +75,7 @@ func TestScanObject(t *testing.T) {
 func FuzzScanObject(f *testing.F) {
 	f.Add([]byte(`{"a":[1,2,{"b":"\"]"}],"c\u0064":-1e5,"e":null}`))
 	f.Add([]byte(`{"prompt":[1,2,3],"x":"\\"}`))
+	f.Add([]byte(`{"m":[{"ids":[1,2, 3 ],"p":[-0.5]},[[1],["]"],[],[null]],[1,{"a":[2]}],[1,[2]]],"x":[3]}`))
 	f.Fuzz(func(t *testing.T, raw []byte) {
 		o, err := scanObject(raw)
 		var want map[string]json.RawMessage
