@@ -177,6 +177,40 @@ func TestTurnCost(t *testing.T) {
 	}
 }
 
+// TestRolloutWork counts instead: what of a rollout's body is read does not grow with the turns, and what is remembered of all of them
+// is little more than what the last one sent.
+func TestRolloutWork(t *testing.T) {
+	tok := newTextTokenizer(t, agentTemplate, merges...)
+	for name, spell := range map[string]func(string) string{
+		"compact": func(body string) string { return body },
+		"spaced":  func(body string) string { return strings.ReplaceAll(body, ",", ", ") },
+	} {
+		bodies := rolloutBodies(t, tok, 31)
+		p, err := NewPrompter(PrompterConfig{Tokenizer: tok})
+		if err != nil {
+			t.Fatal(err)
+		}
+		read := make([]int, len(bodies))
+		text := 0
+		for i, body := range bodies {
+			body = spell(body)
+			k := p.conversations.recall([]byte(body))
+			read[i] = len(k.body)
+			if _, err := p.Prompt(t.Context(), []byte(body), ""); err != nil {
+				t.Fatal(err)
+			}
+			text += p.conversations.recent.Front().Value.(*turn).script.Size()
+		}
+		// The second turn is the first with ids.
+		if got := slices.Max(read[2:]); 2*got > 3*slices.Min(read[2:]) || got > read[1] {
+			t.Errorf("%s: of the bodies, %d bytes are read", name, read)
+		}
+		if last := int64(len(spell(bodies[30]))); p.conversations.bytes-int64(text) > last+64*31 || p.conversations.bytes < last {
+			t.Errorf("%s: %d bytes are remembered, %d of texts; the last turn sent %d", name, p.conversations.bytes, text, last)
+		}
+	}
+}
+
 // turnCost is what turns take a server that remembers so many.
 func turnCost(t *testing.T, tok Tokenizer, bodies []string, entries, rounds int) (second, thirtieth time.Duration) {
 	turns := make([]time.Duration, len(bodies))
