@@ -23,7 +23,7 @@
 //
 // # What ends an export
 //
-// A reader that is done, a client that leaves, or the lease. The lease is the engine's (handoff.Retain): a core mirrors
+// A reader that is done, a client that leaves, whoever has its state and gives it up, or the lease. The lease is the engine's (handoff.Retain): a core mirrors
 // it only so far that it renews it, and hears when it ends. When a link breaks, its claims end and leases run on.
 package leg
 

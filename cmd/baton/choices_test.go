@@ -118,8 +118,8 @@ func join(to, chunk map[string]any) {
 // member and number by number.
 func TestChoicesThroughARelay(t *testing.T) {
 	model := textModel(t, "")
-	native := serve(t, model, "--shards=tp=1", "--kv-memory=32MiB")
-	flags := []string{"--transfer=tcp", "--kv-memory=32MiB"}
+	native := serve(t, model, "--shards=tp=1", "--kv-memory=32MiB", "--tool-parser=hermes", "--reasoning-parser=think")
+	flags := []string{"--transfer=tcp", "--kv-memory=32MiB", "--tool-parser=hermes", "--reasoning-parser=think"}
 	prefill, decode := httpPart(t, nil, model, wire.RolePrefill, append(flags, "--shard=dp=2")...), httpPart(t, nil, model, wire.RoleDecode, flags...)
 	f := relayed(t, nil, prefill, decode)
 	long := strings.Repeat("the other and another one, ", 9)
@@ -134,6 +134,7 @@ func TestChoicesThroughARelay(t *testing.T) {
 		{"echo", `{"prompt":["the one","` + long + `"],"n":2,"max_tokens":5,"seed":9,"echo":true,"logprobs":1,"prompt_logprobs":1}`, "two legs"},
 		{"chat", `{"n":4,"max_tokens":10,"seed":10,"logprobs":true,"top_logprobs":2,"return_token_ids":true}`, "two legs"},
 		{"chat, without a seed", `{"n":2,"max_tokens":10,"temperature":0,"best_of":1}`, "two legs"},
+		{"chat, with tools", `{"n":3,"max_tokens":10,"seed":15,"tools":[{"type":"function","function":{"name":"f"}}],"stop":["e"]}`, "two legs"},
 		{"stop strings", `{"n":6,"max_tokens":9,"seed":11,"stop":["a","e","i","o"," "]}`, "two legs"},
 		{"one token each", `{"n":3,"max_tokens":1,"seed":12,"logprobs":1,"return_token_ids":true}`, "prefill only"},
 		{"one token", `{"max_tokens":1,"seed":13,"return_token_ids":true}`, "prefill only"},
