@@ -50,6 +50,9 @@ type Config struct {
 	// taken as they are needed: requests whose answers turn out long may wait for others, or be computed
 	// again, but many more fit at once than if each had all it could ever need. Default 4; -1 sets all aside.
 	Continuation int
+	// Overtake is how many requests may begin before one that came earlier, because they have less to compute: what is cached
+	// of their prompts counts. Default 0: first come, first served.
+	Overtake int
 	// MaxSeqLen is the longest sequence. Default and upper bound: what the model was made for.
 	MaxSeqLen int
 	// Threads is how many threads compute for an engine; its ranks share them, and each has one at least.
@@ -148,6 +151,8 @@ func (c Config) validate() error {
 		return fmt.Errorf("engine: %d tokens a step for up to %d requests; a step must hold a token of each (raise --max-tokens or lower --max-requests)", c.MaxTokens, c.MaxRequests)
 	case c.MaxSeqLen < 2 || c.MaxSeqLen > spec.MaxPositions:
 		return fmt.Errorf("engine: --max-seq-len is %d; the model serves 2 to %d", c.MaxSeqLen, spec.MaxPositions)
+	case c.Overtake < 0:
+		return fmt.Errorf("engine: --overtake is %d; it is a number of requests, or 0", c.Overtake)
 	case c.Threads < 1:
 		return fmt.Errorf("engine: --threads is %d; it must be 1 or more", c.Threads)
 	case c.Logprobs != LogprobsRaw && c.Logprobs != LogprobsProcessed:
@@ -225,7 +230,7 @@ func (c Config) core() CoreConfig {
 	return CoreConfig{
 		Name: c.Name, Role: c.Role, MaxRequests: c.MaxRequests, MaxTokens: c.MaxTokens, MaxSeqLen: c.MaxSeqLen,
 		Vocabulary: spec.VocabSize, EOS: spec.EOS, BlockSize: c.BlockSize, Blocks: c.blocks(), Version: weightVersion,
-		Continuation: max(c.Continuation, 0), Geometry: c.layout(), Holdings: c.holdings(), ChecksumTile: compute.Tile,
+		Continuation: max(c.Continuation, 0), Overtake: c.Overtake, Geometry: c.layout(), Holdings: c.holdings(), ChecksumTile: compute.Tile,
 		ExportLease: c.ExportLease,
 	}
 }

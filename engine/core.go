@@ -46,8 +46,8 @@ type CoreConfig struct {
 	BlockSize   int    // tokens
 	Blocks      int    // of the pool
 	Version     uint64 // of the weights
-	// Continuation is SchedulerConfig's.
-	Continuation int
+	// Continuation and Overtake are SchedulerConfig's.
+	Continuation, Overtake int
 
 	// The rest is for engines that hand over.
 
@@ -159,7 +159,7 @@ func NewCore(c CoreConfig) (*Core, error) {
 	core.sched = NewScheduler(SchedulerConfig{
 		MaxRequests: c.MaxRequests, MaxTokens: c.MaxTokens, MaxSeqLen: c.MaxSeqLen, Vocabulary: c.Vocabulary,
 		EOS: c.EOS, BlockSize: c.BlockSize, Blocks: c.Blocks, Version: c.Version,
-		Continuation: c.Continuation, Return: c.Role == wire.RoleDecode,
+		Continuation: c.Continuation, Overtake: c.Overtake, Return: c.Role == wire.RoleDecode,
 	}, pool)
 	return core, nil
 }

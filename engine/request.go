@@ -32,6 +32,7 @@ type request struct {
 	aborted   bool // to be dropped when the pass ends
 	silent    bool // and nobody is told
 	announced bool // the once-only fields of Result were sent
+	overtaken int  // how many later ones began before it
 
 	// Of tokens not reported yet, in order.
 	logprobs []float32

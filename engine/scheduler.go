@@ -17,7 +17,7 @@ import (
 // Scheduler decides what each pass computes. It is a plain value: no goroutine, no clock, no model. The
 // shell gives it requests and the time, runs the passes it plans, and gives back what was sampled.
 //
-// The order is first come, first served: a request that does not fit yet holds back those behind it. The
+// The order is first come, first served, unless Overtake says otherwise: a request that does not fit yet holds back those behind it. The
 // one exception is a request whose prefix another one is computing right now: it steps aside until the
 // prefix can be reused. When running requests need more KV blocks than there are, the later ones wait
 // (they are short), and give up their blocks if the first cannot go on otherwise (they are evicted).
@@ -47,6 +47,8 @@ type SchedulerConfig struct {
 	// are taken as they are needed, so it may have to wait for them or be evicted. 0: all that it can ever
 	// need.
 	Continuation int
+	// Overtake is how many requests that have less to compute may begin before one that waits for longer. 0: none.
+	Overtake int
 	// Return gives evicted requests back (FinishEvicted) instead of computing their prompts again, for
 	// engines that only decode.
 	Return bool
@@ -238,10 +240,11 @@ func (s *Scheduler) Plan(now time.Time) (*Plan, Outcome) {
 
 // begin takes waiting requests into the pass, in order, as far as budget, batch and KV allow.
 func (s *Scheduler) begin(now time.Time, b *builder) {
-	held := s.waiting[:0:0]
-	for i, r := range s.waiting {
+	if b.budget <= 0 || !s.CanAdmit() {
+		return
+	}
+	for _, r := range s.order() {
 		if b.budget <= 0 || !s.CanAdmit() {
-			held = append(held, s.waiting[i:]...)
 			break
 		}
 		table, err := s.pool.Open(kvcache.OpenRequest{
@@ -249,11 +252,9 @@ func (s *Scheduler) begin(now time.Time, b *builder) {
 			Reserve: s.config.reserve(len(r.tokens)), NoMatch: r.wantsPrompt(), Owner: r.id,
 		})
 		if errors.Is(err, kvcache.ErrPending) {
-			held = append(held, r)
 			continue
 		}
 		if errors.Is(err, kvcache.ErrNoCapacity) {
-			held = append(held, s.waiting[i:]...)
 			break
 		}
 		if err != nil {
@@ -268,7 +269,10 @@ func (s *Scheduler) begin(now time.Time, b *builder) {
 		s.prompts = append(s.prompts, r)
 		b.add(r, min(len(r.tokens), r.computed+b.budget))
 	}
-	s.waiting = held
+	if s.config.Overtake > 0 {
+		s.overtook(s.waiting)
+	}
+	s.waiting = keep(s.waiting, func(r *request) bool { return r.table == nil })
 }
 
 // builder fills one plan.

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"sort"
 )
 
 // MaxSlots is the largest pool in tokens: slots are int32.
@@ -175,6 +176,14 @@ func (p *Pool) Clear() {
 	clear(p.byKey)
 	clear(p.pending)
 	p.emit(Event{Kind: Cleared})
+}
+
+// Held is how many of a chain's digests, from the first on, Open would find cached under some weights.
+func (p *Pool) Held(version uint64, chain []Digest) int {
+	return sort.Search(len(chain), func(i int) bool {
+		_, ok := p.byKey[Key{version, chain[i]}]
+		return !ok // nor is any that follows
+	})
 }
 
 // take hands out one block with one reference, evicting the least recently used leaf when none is free.

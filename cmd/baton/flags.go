@@ -46,6 +46,7 @@ type engineFlags struct {
 	kvFlags
 	Transfer      string `aliases:"disagg-kv-transport-backend" enum:"shm,tcp,tcp-push" default:"shm" help:"How KV moves from prefill to decode: shm (one host), tcp (decode reads), tcp-push (prefill writes)."`
 	Continuation  int    `placeholder:"N" help:"KV blocks set aside for the new tokens of a request when it begins; more are taken as they are needed, and requests may have to wait or start over for them. -1: all that it may need. Default: 4, or -1 for decode engines with --http."`
+	Overtake      int    `default:"0" placeholder:"N" help:"How many requests may begin before one that came earlier because they have less to compute, cached prefixes counted. Where caches are too small for all sessions, much more of them is reused. 0: first come, first served."`
 	MaxTokens     int    `default:"512" help:"Tokens of one step; longer prompts are computed in chunks."`
 	Threads       int    `placeholder:"N" help:"Threads that compute, per engine. Default: one a core."`
 	VerifyHandoff string `enum:"off,sample,all" default:"off" help:"Compare KV with checksums that its source made, after it moved from prefill to decode: of no block, of every eighth and the last of a prompt, or of all. What arrives damaged is computed again. Engines of a coordinator must agree."`
@@ -177,7 +178,7 @@ func (b *byteCount) UnmarshalText(text []byte) error {
 func (f engineFlags) config(m modelFlags, ck *checkpoint.Checkpoint) engine.Config {
 	return engine.Config{
 		ServedModel: m.name(), Checkpoint: ck,
-		BlockSize: f.BlockSize, Continuation: f.Continuation, KVBytes: int64(f.KVMemory), KVType: kvTypes[f.KVDtype],
+		BlockSize: f.BlockSize, Continuation: f.Continuation, Overtake: f.Overtake, KVBytes: int64(f.KVMemory), KVType: kvTypes[f.KVDtype],
 		MaxRequests: f.MaxRequests, MaxTokens: f.MaxTokens, MaxSeqLen: f.MaxSeqLen,
 		Threads: f.Threads, Transport: f.Transfer, Logprobs: engine.LogprobsMode(f.Logprobs),
 		VerifyHandoff: handoff.Verification(f.VerifyHandoff),

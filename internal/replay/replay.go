@@ -39,6 +39,7 @@ type Config struct {
 	Share    float64 // of the working set that all prefill engines' caches hold together, and all decode engines' too; default 0.5
 	KillAt   float64 // share of the turns after which a prefill engine is killed; default 0.4
 	Restart  float64 // share of the turns after which the frontend is; default 0.6
+	Overtake int     // the engines'
 	Verify   bool    // let an undisturbed server of one engine say the same, and compare
 	Seed     uint64
 	Dir      string // for the model and the logs of the processes
@@ -146,6 +147,7 @@ var (
 func (f *fleet) startEngine(ctx context.Context, name, role string, n int) error {
 	args := append([]string{
 		"engine", "--role=" + role, "--model=" + f.cfg.Dir, "--served-model-name=" + rig.ServedModel, fmt.Sprintf("--kv-memory=%d", f.cfg.kvMemory(n)),
+		fmt.Sprintf("--overtake=%d", f.cfg.Overtake),
 	}, f.parts.Flags...)
 	if !f.cfg.Relay {
 		p, _, err := f.launch(ctx, name, registered, append(args, "--name="+name, "--coordinator="+f.address)...)

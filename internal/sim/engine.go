@@ -114,7 +114,7 @@ func (s *seat) start() {
 	}
 	core, err := engine.NewCore(engine.CoreConfig{
 		Name: s.name, Role: s.role, MaxRequests: f.MaxRequests, MaxTokens: f.MaxTokens, MaxSeqLen: maxSeqLen,
-		Vocabulary: vocabulary, BlockSize: f.BlockSize, Blocks: blocks, Version: w.version, Continuation: f.Continuation,
+		Vocabulary: vocabulary, BlockSize: f.BlockSize, Blocks: blocks, Version: w.version, Continuation: f.Continuation, Overtake: f.Overtake,
 		Geometry: geometry(f.BlockSize), Holdings: s.holdings, Verify: handoff.Verification(f.Verify),
 		Checksums: l.memory.checksums(), ChecksumTile: sumTile, Push: f.Push, Timeout: transferTimeout,
 		Secret: binary.LittleEndian.AppendUint64(nil, l.birth),

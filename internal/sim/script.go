@@ -32,6 +32,7 @@ type Fleet struct {
 	PrefillBlocks         int // of each engine's pool
 	DecodeBlocks          int // likewise; of colocated engines too
 	Continuation          int // blocks that engines set aside for new tokens; 0: all that may be needed
+	Overtake              int // requests that may begin before an earlier one
 	Promise               int // blocks that engines announce beyond those they have
 	MaxRequests           int
 	MaxTokens             int
@@ -90,6 +91,7 @@ func Generate(seed uint64) Script {
 	g := generator{rand.New(rand.NewPCG(seed, 0x5eed))}
 	s := Script{Seed: seed, Fleet: g.fleet()}
 	s.Fleet.Verify, s.Fleet.Flip = verification(seed, s.Fleet)
+	s.Fleet.Overtake = overtake(seed)
 	calm := g.IntN(8) == 0
 	if calm {
 		s.Fleet.Fail, s.Fleet.Hang, s.Fleet.Flip = 0, 0, 0
@@ -148,6 +150,12 @@ func verification(seed uint64, f Fleet) (mode string, flip int) {
 		flip = g.one(0, 100, 300)
 	}
 	return mode, flip
+}
+
+// overtake draws from a source of its own too.
+func overtake(seed uint64) int {
+	g := generator{rand.New(rand.NewPCG(seed, 0x07))}
+	return g.one(0, 0, 1, 2+g.IntN(4))
 }
 
 func (g generator) ranks() (tp, pp int) {
@@ -241,9 +249,9 @@ func (s Script) String() string {
 	f := s.Fleet
 	fmt.Fprintf(&b, "seed %d\n", s.Seed)
 	fmt.Fprintf(&b, "fleet prefill=%d decode=%d both=%d policy=%s push=%t shared=%t block-size=%d prefill-blocks=%d decode-blocks=%d"+
-		" continuation=%d promise=%d max-requests=%d max-tokens=%d prefill-tp=%d prefill-pp=%d decode-tp=%d decode-pp=%d remote=%t clients=%d fail=%d hang=%d unsafe=%d verify=%s flip=%d\n",
+		" continuation=%d overtake=%d promise=%d max-requests=%d max-tokens=%d prefill-tp=%d prefill-pp=%d decode-tp=%d decode-pp=%d remote=%t clients=%d fail=%d hang=%d unsafe=%d verify=%s flip=%d\n",
 		f.Prefill, f.Decode, f.Both, f.Policy, f.Push, f.Shared, f.BlockSize, f.PrefillBlocks, f.DecodeBlocks,
-		f.Continuation, f.Promise, f.MaxRequests, f.MaxTokens, f.PrefillTP, f.PrefillPP, f.DecodeTP, f.DecodePP, f.Remote, f.Clients, f.Fail, f.Hang, f.Unsafe,
+		f.Continuation, f.Overtake, f.Promise, f.MaxRequests, f.MaxTokens, f.PrefillTP, f.PrefillPP, f.DecodeTP, f.DecodePP, f.Remote, f.Clients, f.Fail, f.Hang, f.Unsafe,
 		cmp.Or(f.Verify, "off"), f.Flip)
 	for _, r := range s.Requests {
 		fmt.Fprintf(&b, "request at=%v client=%d family=%d shared=%d tail=%d own=%d max=%d stop=%d salt=%d session=%d logprobs=%t abort=%v\n",
@@ -301,7 +309,7 @@ func (f *Fleet) fields() map[string]any {
 	return map[string]any{
 		"prefill": &f.Prefill, "decode": &f.Decode, "both": &f.Both, "policy": &f.Policy, "push": &f.Push, "shared": &f.Shared,
 		"block-size": &f.BlockSize, "prefill-blocks": &f.PrefillBlocks, "decode-blocks": &f.DecodeBlocks,
-		"continuation": &f.Continuation, "promise": &f.Promise, "max-requests": &f.MaxRequests, "max-tokens": &f.MaxTokens, "prefill-tp": &f.PrefillTP, "prefill-pp": &f.PrefillPP,
+		"continuation": &f.Continuation, "overtake": &f.Overtake, "promise": &f.Promise, "max-requests": &f.MaxRequests, "max-tokens": &f.MaxTokens, "prefill-tp": &f.PrefillTP, "prefill-pp": &f.PrefillPP,
 		"decode-tp": &f.DecodeTP, "decode-pp": &f.DecodePP, "remote": &f.Remote, "clients": &f.Clients, "fail": &f.Fail, "hang": &f.Hang, "unsafe": &f.Unsafe,
 		"verify": &f.Verify, "flip": &f.Flip,
 	}

@@ -34,6 +34,7 @@ func main() {
 	flag.Float64Var(&c.Share, "share", 0.5, "share of the working set that the caches of a role hold together")
 	flag.Float64Var(&c.KillAt, "kill", 0.4, "share of the turns after which a prefill engine is killed")
 	flag.Float64Var(&c.Restart, "restart", 0.6, "share of the turns after which the frontend is")
+	flag.IntVar(&c.Overtake, "overtake", 0, "how many requests may begin before an earlier one, because more of theirs is cached")
 	flag.BoolVar(&c.Verify, "verify", false, "compare every answer with an undisturbed server's")
 	flag.Uint64Var(&c.Seed, "seed", 1, "decides the model and what is asked")
 	flag.StringVar(&c.Dir, "logs", "", "folder for the model and the processes' logs (default: a temporary one, kept after problems)")
