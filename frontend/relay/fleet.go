@@ -330,11 +330,19 @@ func (f *fleet) hasRole(w *worker, l legKind) bool {
 	return w.roles[l]
 }
 
-// setHealth takes what a probe said; it reports whether the worker counts as healthy.
-func (f *fleet) setHealth(w *worker, err error, failures int) bool {
+func (f *fleet) rolesOf(w *worker) [2]bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return w.roles
+}
+
+// setHealth takes what a probe said of a worker that then had these roles; it reports whether the worker counts as
+// healthy.
+func (f *fleet) setHealth(w *worker, roles [2]bool, err error, failures int) bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	switch {
+	case err == nil && roles != w.roles: // another probe will say whether it is fit for the other one too
 	case err == nil:
 		w.joined = true
 		if !w.healthy {

@@ -14,7 +14,7 @@ import (
 func loneWorker() (*fleet, *worker) {
 	f := newFleet(new(route.TurnRouter), new(route.TurnRouter))
 	w, _ := f.add(Worker{URL: "http://w"}, decodeLeg, func() *endpoint { return nil }, "w")
-	f.setHealth(w, nil, 0)
+	f.setHealth(w, w.roles, nil, 0)
 	return f, w
 }
 
@@ -64,7 +64,7 @@ func TestWaitingForATrial(t *testing.T) {
 func TestAcquireWaits(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f, w := loneWorker()
-		f.setHealth(w, failed(errDial, errors.New("refused")), 1)
+		f.setHealth(w, w.roles, failed(errDial, errors.New("refused")), 1)
 		start := time.Now()
 		var none *noWorkerError
 		if _, err := f.tryAcquire(t.Context(), 10*time.Second); !errors.As(err, &none) || time.Since(start) != 10*time.Second {
@@ -86,7 +86,7 @@ func TestAcquireWaits(t *testing.T) {
 			}()
 		}
 		synctest.Wait()
-		f.setHealth(w, nil, 0)
+		f.setHealth(w, w.roles, nil, 0)
 		for range 3 {
 			if err := <-got; err != nil {
 				t.Error(err)
@@ -101,4 +101,24 @@ func TestAcquireWaits(t *testing.T) {
 			<-idle
 		}
 	})
+}
+
+// What a probe found out of a worker for one leg does not count for another that it takes meanwhile.
+func TestRoleComesDuringAProbe(t *testing.T) {
+	f, w := loneWorker()
+	f.setHealth(w, w.roles, failed(errDial, errors.New("refused")), 1)
+	before := f.rolesOf(w)
+	other := prefillLeg
+	if before[prefillLeg] {
+		other = decodeLeg
+	}
+	if again, isNew := f.add(w.Worker, other, nil, ""); again != w || isNew {
+		t.Fatal("another worker")
+	}
+	if f.setHealth(w, before, nil, 0) || f.hasJoined(w) {
+		t.Error("it has joined")
+	}
+	if !f.setHealth(w, f.rolesOf(w), nil, 0) || !f.hasJoined(w) {
+		t.Error("it has not joined")
+	}
 }

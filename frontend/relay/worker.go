@@ -107,6 +107,7 @@ func (s *Server) watch(ctx context.Context, w *worker) {
 		case <-timer.C:
 		case <-w.kick:
 		}
+		roles := s.fleet.rolesOf(w)
 		err := s.probe(ctx, w)
 		if ctx.Err() != nil {
 			return
@@ -117,7 +118,7 @@ func (s *Server) watch(ctx context.Context, w *worker) {
 			failures++
 		}
 		next := probeEvery
-		if !s.fleet.setHealth(w, err, failures) {
+		if !s.fleet.setHealth(w, roles, err, failures) {
 			next = probeAgain
 		}
 		w.endpoint.expire(time.Now())
