@@ -282,3 +282,30 @@ func TestChoicesAreKept(t *testing.T) {
 		}
 	}
 }
+
+// One choice whose KV is gone fails the request before any of it is sent, streamed or not, and the others' KV is freed.
+func TestOneChoiceIsGone(t *testing.T) {
+	p, prefill := legServerWith(t, wire.RolePrefill, time.Minute)
+	d, decode := legServer(t, wire.RoleDecode)
+	b := body{"prompt": words(50), "n": 5, "max_tokens": 50, "seed": 1, "ignore_eos": true}
+	for gone := range 5 {
+		for _, stream := range []bool{false, true} {
+			a := contextLeg(t, p, completionPath, b, nil)
+			if r := post(t, p.Handler(), "/legs/release", body{"disaggregated_params": a.Choices[gone].Params}.String()); r.status != http.StatusOK {
+				t.Fatalf("%d %s", r.status, r.body)
+			}
+			r := post(t, d.Handler(), completionPath, a.goOnAll(b.with(body{"stream": stream})).String())
+			if e := r.failure(t); r.status != http.StatusGone || deref(e.Code) != wire.CodeGone {
+				t.Errorf("choice %d, stream %v: %d %s", gone, stream, r.status, r.body)
+			}
+			for _, side := range []*leg.Server{prefill, decode} {
+				for deadline := time.Now().Add(5 * time.Second); side.Stats().Exports+side.Stats().Requests > 0 && time.Now().Before(deadline); {
+					time.Sleep(time.Millisecond)
+				}
+			}
+			if s := prefill.Stats(); s.Exports != 0 || s.Expired != 0 || decode.Stats().Requests != 0 {
+				t.Fatalf("%+v, %+v", s, decode.Stats())
+			}
+		}
+	}
+}
