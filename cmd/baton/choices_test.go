@@ -204,7 +204,7 @@ func TestClientsOfChoicesLeave(t *testing.T) {
 	for i := range 24 {
 		group.Go(func() {
 			body := map[string]any{
-				"prompt": [][]int32{prompt(20+i*5, uint64(i)), prompt(100, uint64(i%3))}, "n": 1 + i%3, "max_tokens": 60, "seed": i, "ignore_eos": true, "model": "m",
+				"prompt": [][]int32{prompt(20+i*5, uint64(i)), prompt(100, uint64(i%3))}, "n": 1 + i%3, "max_tokens": 25, "seed": i, "ignore_eos": true, "model": "m",
 			}
 			ctx, leave := context.WithTimeout(t.Context(), time.Minute)
 			if i%3 != 0 {
