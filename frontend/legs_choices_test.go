@@ -259,7 +259,7 @@ func TestChoicesAreKept(t *testing.T) {
 	const lease = 250 * time.Millisecond
 	p, prefill := legServerWith(t, wire.RolePrefill, lease)
 	var prompts [][]int
-	for i := range 8 {
+	for i := range 4 {
 		prompts = append(prompts, append([]int{i + 3}, ids(3, 253)...))
 	}
 	b := body{"prompt": prompts, "n": 2, "max_tokens": 5, "seed": 1, "ignore_eos": true}

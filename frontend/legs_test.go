@@ -51,7 +51,7 @@ func legServerWith(t *testing.T, role string, lease time.Duration) (*Server, *le
 		t.Fatal(err)
 	}
 	legs, err := leg.NewServer(leg.ServerConfig{
-		Core: leg.Config{Engines: []string{role}, Address: links.Addr().String(), Lease: lease, DrainWait: time.Second}, Logger: quiet,
+		Core: leg.Config{Engines: []string{role}, Address: links.Addr().String(), Lease: lease, DrainWait: 100 * time.Millisecond}, Logger: quiet,
 	})
 	if err != nil {
 		t.Fatal(err)
