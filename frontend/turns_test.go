@@ -132,9 +132,28 @@ func bigTokenizer(t testing.TB) Tokenizer {
 	}
 	tok, err := text.Load(filepath.Join(root, "tokenizers", "qwen3"))
 	if err != nil {
-		return newTextTokenizer(t, agentTemplate, merges...)
+		return newTextTokenizer(t, agentTemplate, wordMerges()...)
 	}
 	return NewTokenizer(tok)
+}
+
+// wordMerges give an agent's words one id each, with the space before them, or a few.
+func wordMerges() (list []string) {
+	for _, word := range agentWords {
+		end := len(word) - len(strings.TrimLeft(word, "abcdefghijklmnopqrstuvwxyz"))
+		if end == 0 {
+			end = len(word) - len(strings.TrimLeft(word, "0123456789"))
+		}
+		if end == 0 && word[0] < 'A' {
+			end = len(word)
+		}
+		for i := range word[:end] {
+			if m := "Ġ" + word[:i] + " " + word[i:i+1]; !slices.Contains(list, m) {
+				list = append(list, m)
+			}
+		}
+	}
+	return append(list, "t o", "f i", "fi l", "fil e", "g o")
 }
 
 // TestRolloutWork counts instead: what of a rollout's body is read does not grow with the turns, and what is remembered of all of them
