@@ -118,7 +118,7 @@ type chainKey struct {
 const (
 	chainBlock  = 256
 	chainFirst  = 64 << 10
-	chainBehind = 4096
+	chainBehind = 1024
 	chainEnd    = 128
 )
 
@@ -129,15 +129,15 @@ var chainSeed = maphash.MakeSeed()
 func chain(messages []byte) []chainKey {
 	keys := make([]chainKey, 1, 1+min(len(messages), chainFirst)/chainBlock+len(messages)/chainBehind)
 	for last := keys[0]; ; keys = append(keys, last) {
-		step := chainBlock
+		from, end := last.end, last.end+chainBlock
 		if last.end >= chainFirst {
-			step = chainBehind
+			end = last.end + chainBehind
+			from = end - chainEnd
 		}
-		end := last.end + step
 		if end > len(messages) {
 			return keys
 		}
-		high, low := bits.Mul64(last.hash^maphash.Bytes(chainSeed, messages[max(last.end, end-chainEnd):end]), 0x9e3779b97f4a7c15)
+		high, low := bits.Mul64(last.hash^maphash.Bytes(chainSeed, messages[from:end]), 0x9e3779b97f4a7c15)
 		last = chainKey{end, high ^ low}
 	}
 }
@@ -161,30 +161,32 @@ const maxAlike = 64
 // find gives the turns that messages, which may go on with anything and have these keys, begin with: all of them that
 // hold the most of it.
 func (c *conversations) find(messages []byte, keys []chainKey) (found []*turn) {
-	for _, t := range c.alike(keys) {
-		switch {
-		case len(found) == 0:
-			if t.written.begins(messages) {
+	for len(found) == 0 && len(keys) > 0 {
+		var list []*turn
+		list, keys = c.alike(keys)
+		slices.SortStableFunc(list, func(a, b *turn) int { return b.written.end - a.written.end })
+		for _, t := range list {
+			if len(found) > 0 && t.written.end < found[0].written.end {
+				break
+			}
+			if len(found) > 0 && t.written == found[0].written || t.written.begins(messages) {
 				found = append(found, t)
 			}
-		case t.written.end < found[0].written.end:
-			return found
-		case t.written == found[0].written || t.written.begins(messages):
-			found = append(found, t)
 		}
 	}
 	return found
 }
 
-// alike are the turns with one of the keys, those with the longest messages first.
-func (c *conversations) alike(keys []chainKey) (list []*turn) {
+// alike are the turns of the last key that has any, and the keys before it: their turns have shorter messages.
+func (c *conversations) alike(keys []chainKey) ([]*turn, []chainKey) {
 	c.mu.Lock()
-	for _, key := range slices.Backward(keys) {
-		list = append(list, c.turns[key]...)
+	defer c.mu.Unlock()
+	for n := len(keys) - 1; n >= 0; n-- {
+		if list := c.turns[keys[n]]; len(list) > 0 {
+			return slices.Clone(list), keys[:n]
+		}
 	}
-	c.mu.Unlock()
-	slices.SortStableFunc(list, func(a, b *turn) int { return b.written.end - a.written.end })
-	return list
+	return nil, nil
 }
 
 // goesOn reports whether an array ends here, or has a comma and something behind it.

@@ -3,6 +3,8 @@ package frontend
 import (
 	"bytes"
 	"context"
+	"math/rand/v2"
+	"slices"
 	"testing"
 )
 
@@ -44,4 +46,33 @@ func FuzzKnownMessages(f *testing.F) {
 			}
 		}
 	})
+}
+
+// TestChain: what goes on from messages has their keys, and the key that a turn is listed under is among them.
+func TestChain(t *testing.T) {
+	rng := rand.New(rand.NewPCG(5, 6))
+	whole := make([]byte, chainFirst+20*chainBehind)
+	for i := range whole {
+		whole[i] = byte(rng.Uint32())
+	}
+	keys := chain(whole)
+	for _, n := range []int{0, 1, chainBlock - 1, chainBlock, chainFirst - 1, chainFirst, chainFirst + 1, chainFirst + chainBehind - 1, chainFirst + chainBehind, len(whole)} {
+		part := chain(whole[:n])
+		if !slices.Equal(part, keys[:len(part)]) {
+			t.Errorf("%d bytes have other keys", n)
+		}
+		last := part[len(part)-1]
+		if lastKey(keys, n) != last || last.end > n || n-last.end >= chainBehind || n <= chainFirst && n-last.end >= chainBlock {
+			t.Errorf("the last key of %d bytes is %+v, want %+v", n, lastKey(keys, n), last)
+		}
+	}
+	for _, at := range []int{0, chainBlock - 1, chainBlock, chainFirst - 1, chainFirst + chainBehind - chainEnd, len(whole) - 1} {
+		other := bytes.Clone(whole)
+		other[at]++
+		for i, key := range chain(other) {
+			if (key != keys[i]) != (key.end > at) {
+				t.Errorf("byte %d is another: key %d is %+v, was %+v", at, i, key, keys[i])
+			}
+		}
+	}
 }
