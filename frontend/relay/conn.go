@@ -36,9 +36,27 @@ func newConn(nc net.Conn) *conn {
 	return c
 }
 
-// early is by how much the deadline that is set may precede limit, which moves with every piece of a stream: setting
-// it costs more than looking at it.
-const early = time.Second
+// ahead is by how much the deadline that is set may precede limit, which moves with every piece of a stream: setting it
+// costs more than looking at it.
+const ahead = time.Second
+
+// arm sets the deadline of reads unless one is set that is near limit.
+func (c *conn) arm() error {
+	if c.limit.Sub(c.armed) <= ahead && !c.armed.After(c.limit) {
+		return nil
+	}
+	c.armed = c.limit
+	return c.SetReadDeadline(c.armed)
+}
+
+// early reports whether a read has ended at a deadline that precedes limit. It must then be armed and done again.
+func (c *conn) early(err error) bool {
+	if c.armed == c.limit || !errors.Is(err, os.ErrDeadlineExceeded) {
+		return false
+	}
+	c.armed = time.Time{}
+	return true
+}
 
 // Read implements io.Reader.
 func (c *conn) Read(p []byte) (int, error) {
@@ -47,16 +65,12 @@ func (c *conn) Read(p []byte) (int, error) {
 	}
 	p = p[:min(len(p), c.budget)]
 	for {
-		if c.limit.Sub(c.armed) > early || c.armed.After(c.limit) {
-			c.armed = c.limit
-			if err := c.SetReadDeadline(c.armed); err != nil {
-				return 0, err
-			}
+		if err := c.arm(); err != nil {
+			return 0, err
 		}
 		n, err := c.Conn.Read(p)
 		c.budget -= n
-		if n == 0 && c.armed != c.limit && errors.Is(err, os.ErrDeadlineExceeded) {
-			c.armed = time.Time{}
+		if n == 0 && c.early(err) {
 			continue
 		}
 		return n, err

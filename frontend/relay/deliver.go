@@ -110,8 +110,15 @@ func (x *exchange) client() (net.Conn, bool) {
 func (x *exchange) copyChunks(a *answer, client net.Conn, start time.Time) error {
 	var framing chunks
 	defer func() { x.broken = !framing.between() }()
+	pump := newPump(x, a, client, &framing)
 	first := time.Time{}
 	for !framing.end {
+		if pump != nil && x.began && a.conn.br.Buffered() == 0 {
+			if err := pump.run(); err != nil {
+				return err
+			}
+			break
+		}
 		b, err := a.next()
 		if err != nil {
 			return streamError(err)
