@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 
 	"baton/text"
@@ -188,6 +189,40 @@ func TestRolloutWork(t *testing.T) {
 			t.Errorf("%s: %d bytes are remembered, %d of texts; the last turn sent %d", name, p.conversations.bytes, text, last)
 		}
 	}
+}
+
+// TestSparesAreFree: nothing that is remembered or under way lies in memory that bodies use again. Rollouts of several clients
+// at once get the prompts that a server gives them that remembers nothing.
+func TestSparesAreFree(t *testing.T) {
+	tok := newTextTokenizer(t, agentTemplate, wordMerges()...)
+	bodies := rolloutBodies(t, tok, 9)
+	if len(bodies[8]) < 2*firstBody {
+		t.Fatalf("bodies of %d bytes are none of those", len(bodies[8]))
+	}
+	server := func(entries int) *Server {
+		return newTestServer(t, silent{}, func(c *Config) { c.Tokenizer, c.Limits, c.Conversations.Entries = tok, Limits{}, entries })
+	}
+	ask := func(s *Server, body string) []int32 {
+		r := post(t, s.Handler(), chatPath, strings.TrimSuffix(body, "}")+`,"return_token_ids":true}`)
+		if r.status != 200 {
+			t.Errorf("%d %.300s", r.status, r.body)
+			return nil
+		}
+		return r.decode(t).PromptTokenIDs
+	}
+	one, forgets := server(0), server(-1)
+	var clients sync.WaitGroup
+	for client := range 4 {
+		clients.Go(func() {
+			for turn, body := range bodies {
+				body = strings.ReplaceAll(body, "Zürich", fmt.Sprint("Zürich", client))
+				if got, want := ask(one, body), ask(forgets, body); !slices.Equal(got, want) {
+					t.Errorf("client %d, turn %d: %d ids are not the %d that they should be", client, turn, len(got), len(want))
+				}
+			}
+		})
+	}
+	clients.Wait()
 }
 
 // BenchmarkTurn is a request of a conversation of which the turn before is known.
