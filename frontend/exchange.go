@@ -100,7 +100,7 @@ func (s *Server) handle(endpoint string, f func(*exchange) error) http.HandlerFu
 		ctx, cancel := context.WithCancelCause(r.Context())
 		defer cancel(nil)
 		defer context.AfterFunc(s.ctx, func() { cancel(context.Cause(s.ctx)) })()
-		x := &exchange{s: s, w: w, r: r, rc: http.NewResponseController(w), ctx: ctx, id: randomID()}
+		x := &exchange{s: s, w: w, r: r, rc: http.NewResponseController(w), ctx: ctx, id: requestID(r.Header)}
 		w.Header().Set("X-Request-Id", x.id)
 		var err error
 		var span *tracing.Span
@@ -142,7 +142,7 @@ func (x *exchange) finish(endpoint string, start time.Time, err error) {
 		attrs = append(attrs, "error", err)
 		x.extendDeadline()
 		switch {
-		case status == statusClientClosed:
+		case status == statusClientClosed: // below
 		case x.began:
 			_ = x.event(e.appendJSON(nil))
 		default:
@@ -156,6 +156,9 @@ func (x *exchange) finish(endpoint string, start time.Time, err error) {
 		x.s.log.Error("request failed", attrs...)
 	} else {
 		x.s.log.Info("request", attrs...)
+	}
+	if status == statusClientClosed {
+		panic(http.ErrAbortHandler) // or whoever still reads took what there is for the whole answer
 	}
 }
 
@@ -175,6 +178,8 @@ func (x *exchange) body() ([]byte, error) {
 			status: http.StatusRequestTimeout, kind: typeInvalid,
 			message: fmt.Sprintf("the body did not arrive within %v", x.s.cfg.ReadTimeout),
 		}
+	case err != nil && x.ctx.Err() == nil:
+		return nil, &apiError{status: http.StatusBadRequest, kind: typeInvalid, message: fmt.Sprintf("the body cannot be read: %v", err)}
 	case err != nil:
 		return nil, errClientGone
 	}

@@ -111,6 +111,9 @@ func (s *Server) answer(x *exchange, g *generation, idPrefix string) error {
 	u := a.usage()
 	x.summary = append(x.summary, "choices", len(a.choices), "stream", g.stream,
 		"prompt_tokens", u.prompt, "cached_tokens", u.cached, "completion_tokens", u.completion)
+	if a.leg != nil && a.leg.id != 0 {
+		x.summary = append(x.summary, "leg", a.leg.kind, "disagg_request_id", a.leg.id)
+	}
 	return err
 }
 
@@ -282,6 +285,20 @@ func writeHealth(w http.ResponseWriter, wrong string, status *wire.StatusReply) 
 		b = append(b, '}')
 	}
 	writeJSON(w, code, append(b, '}'))
+}
+
+// maxRequestID bounds the id that a client may give its request.
+const maxRequestID = 128
+
+// requestID is the id that the client, or a relay before this server, calls the request by; a new one when it has none that
+// can stand in a log.
+func requestID(h http.Header) string {
+	id := h.Get("X-Request-Id")
+	strange := func(c rune) bool { return c <= ' ' || c > '~' }
+	if id == "" || len(id) > maxRequestID || strings.ContainsFunc(id, strange) {
+		return randomID()
+	}
+	return id
 }
 
 // randomID is 24 hexadecimal digits.

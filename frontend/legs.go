@@ -418,6 +418,9 @@ func (g *generation) checkLeg() error {
 	}
 	for i := range g.leg.left {
 		l := &g.leg.left[i]
+		if l.ended == nil && len(l.tokens) > max(g.maxTokens, 1) && g.maxTokens >= 0 {
+			return invalid(l.path+".first_gen_tokens", "%s.first_gen_tokens has %d tokens, and %s is %d", l.path, len(l.tokens), g.limitField, g.maxTokens)
+		}
 		if l.ended == nil && len(l.logprobs) != len(l.tokens) && g.sampling.Logprobs {
 			return invalid(l.path+".first_gen_log_probs", "%s.first_gen_log_probs has %d elements for %d first_gen_tokens", l.path, len(l.logprobs), len(l.tokens))
 		}
@@ -441,7 +444,7 @@ func (s *Server) submit(ctx context.Context, c *choice) (Stream, error) {
 		return &replay{result: left.ended}, nil
 	}
 	job.State, job.Digest, job.Once = left.state, left.digest, l.list
-	job.First = wire.Result{Tokens: left.tokens, CachedTokens: max(left.cached, 0)}
+	job.First = wire.Result{Tokens: left.tokens, CachedTokens: min(max(left.cached, 0), len(c.prompt.ids))}
 	if c.g.sampling.Logprobs {
 		job.First.Logprobs, job.First.Top = left.logprobs, left.top
 	}
