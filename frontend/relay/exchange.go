@@ -132,6 +132,8 @@ func (x *exchange) readBody(r *http.Request, buf *[]byte) error {
 				status: http.StatusRequestTimeout, kind: "invalid_request_error",
 				message: fmt.Sprintf("the body did not arrive within %v", x.s.cfg.Timeouts.Read),
 			}
+		case err != nil && x.ctx.Err() == nil:
+			return badRequest("", "the body cannot be read: %v", err)
 		case err != nil:
 			return errClientGone
 		}
@@ -635,8 +637,8 @@ func (x *exchange) finish(r *http.Request, start time.Time, err error) {
 	if status >= http.StatusInternalServerError {
 		level = slog.LevelError
 	}
-	if x.broken {
-		defer panic(http.ErrAbortHandler) // nothing else would tell the client that its answer is not whole
+	if x.broken || status == statusClientClosed {
+		defer panic(http.ErrAbortHandler) // or whoever still reads would take what there is for the whole answer
 	}
 	if !x.s.log.Enabled(r.Context(), level) {
 		return

@@ -1,0 +1,46 @@
+package relay
+
+import (
+	"bufio"
+	"io"
+	"net"
+	"net/http"
+	"strings"
+	"testing"
+)
+
+// A client whose body does not come, or is no HTTP, is not told that all went well: it may still listen.
+func TestBrokenBodiesAreNoSuccess(t *testing.T) {
+	r := newRelay(t, "trtllm", nil)
+	for name, c := range map[string]struct {
+		request string
+		status  int // 0 for a connection that breaks off: the client seems to have left
+	}{
+		"half closed":     {"POST " + completionsPath + " HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{", 0},
+		"passed on":       {"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{", 0},
+		"bad chunks":      {"POST " + completionsPath + " HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n", 400},
+		"a cut chunk":     {"POST " + completionsPath + " HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n20\r\n{", 0},
+		"whole, then cut": {rawPost("1.1", simple), 0},
+	} {
+		conn := r.dialRaw(c.request)
+		_ = conn.(*net.TCPConn).CloseWrite()
+		res, err := http.ReadResponse(bufio.NewReader(conn), nil)
+		if c.status == 0 {
+			if err == nil && res.StatusCode == 200 {
+				if body, err := io.ReadAll(res.Body); err == nil && !strings.Contains(string(body), "choices") {
+					t.Errorf("%s: an answer of 200 with %q", name, body)
+				}
+			}
+			continue
+		}
+		if err != nil {
+			t.Errorf("%s: %v", name, err)
+			continue
+		}
+		body, err := io.ReadAll(res.Body)
+		if err != nil || res.StatusCode != c.status || !strings.Contains(string(body), "the body cannot be read") {
+			t.Errorf("%s: %d %q, %v", name, res.StatusCode, body, err)
+		}
+	}
+	r.await(func() bool { return r.metric("requests_in_flight") == 0 && r.metric("worker_requests") == 0 })
+}
