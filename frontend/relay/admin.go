@@ -20,7 +20,8 @@ type workerInfo struct {
 	Breaker  string   `json:"breaker"`
 	Requests [2]int   `json:"requests"` // of the prefill and the decode leg
 	roles    [2]bool
-	usable   bool // breaker and health let requests through
+	takes    [2]bool // requests, if nobody else does
+	usable   bool    // its breaker lets them through
 }
 
 // snapshot is the fleet as it is.
@@ -31,7 +32,7 @@ func (f *fleet) snapshot(now time.Time) []workerInfo {
 	for _, w := range f.workers {
 		info := workerInfo{
 			URL: w.URL, Healthy: w.healthy, State: w.state(now), Breaker: w.breaker.state(now), Requests: w.requests,
-			roles: w.roles, usable: w.healthy && !w.leaving && w.breaker.state(now) != "open",
+			roles: w.roles, takes: [2]bool{w.takes(prefillLeg), w.takes(decodeLeg)}, usable: w.breaker.state(now) != "open",
 		}
 		for l, has := range w.roles {
 			if has {
@@ -51,12 +52,15 @@ func (f *fleet) all() []*worker {
 
 // health answers 200 when every leg has a worker that takes requests, otherwise 503 with the reasons.
 func (s *Server) health(w http.ResponseWriter, _ *http.Request) {
-	var known, usable [2]int
+	var known, takes, usable [2]int
 	list := s.fleet.snapshot(time.Now())
 	for _, info := range list {
 		for l, has := range info.roles {
 			if has {
 				known[l]++
+			}
+			if info.takes[l] {
+				takes[l]++
 				if info.usable {
 					usable[l]++
 				}
@@ -81,12 +85,12 @@ func (s *Server) health(w http.ResponseWriter, _ *http.Request) {
 		fail("the relay is shutting down")
 	}
 	for l := range known {
-		if usable[l] > 0 || legKind(l) == prefillLeg && known[l] == 0 {
+		if takes[l] > 0 || legKind(l) == prefillLeg && known[l] == 0 {
 			continue
 		}
 		fail("no " + legKind(l).String() + " worker takes requests")
 		for _, info := range list {
-			if info.roles[l] && !info.usable {
+			if info.roles[l] && !info.takes[l] {
 				answer.Reasons = append(answer.Reasons, info.URL+" "+info.State)
 			}
 		}

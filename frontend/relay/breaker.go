@@ -4,8 +4,9 @@ import "time"
 
 // breaker keeps requests from a worker that fails them. It is a plain value: the caller brings the time and the lock.
 //
-// It opens after some failures in a row. Once its pause is over it lets one request try; that one's success closes it,
-// its failure opens it for twice as long.
+// It opens after some requests in a row have failed. Once its pause is over it lets one request try; that one's success
+// closes it, its failure opens it for twice as long. A request may be sent although it is open, when nobody else can take
+// it: its success closes it too.
 type breaker struct {
 	failures int
 	open     bool
@@ -26,11 +27,14 @@ func (b *breaker) allows(now time.Time) bool {
 	return !b.open || !b.trying && !now.Before(b.until)
 }
 
-// begin notes that a request is sent, which allows allowed. trial says that it is the one that tries an open
-// breaker; its end must be told with that.
-func (b *breaker) begin() (trial bool) {
-	b.trying = b.open
-	return b.trying
+// begin notes that a request is sent. trial says that it is the one that tries an open breaker; its end must be told with
+// that.
+func (b *breaker) begin(now time.Time) (trial bool) {
+	if !b.open || !b.allows(now) {
+		return false
+	}
+	b.trying = true
+	return true
 }
 
 // success notes that a request went well.
@@ -41,7 +45,7 @@ func (b *breaker) failure(now time.Time, trial bool) (opened bool) {
 	b.failures++
 	switch {
 	case b.open && !trial:
-		return false // sent before it opened
+		return false // sent before it opened, or although it is
 	case b.open:
 		b.pause = min(2*b.pause, breakerMaxPause)
 	case b.failures >= breakerFailures:

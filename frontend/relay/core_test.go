@@ -99,21 +99,25 @@ func TestBreaker(t *testing.T) {
 		t.Error("a late failure opens it again")
 	}
 	check("after the pause", 1, true, "half-open")
-	trial := b.begin()
+	trial := b.begin(at(1))
 	check("during the trial", 1, false, "half-open")
 	b.failure(at(1.5), trial)
 	check("after a failed trial", 3.4, false, "open")
 	check("after twice the pause", 3.5, true, "half-open")
-	b.cancel(b.begin())
+	b.cancel(b.begin(at(3.5)))
 	check("after a trial that said nothing", 3.5, true, "half-open")
-	for range 10 { // the pause has a limit
-		b.failure(at(4), b.begin())
+	for i := range 10 { // the pause has a limit
+		b.failure(at(4+float64(40*i)), b.begin(at(4+float64(40*i))))
 	}
-	check("after many failed trials", 4+30, true, "half-open")
-	b.begin()
+	check("after many failed trials", 364+29, false, "open")
+	if b.begin(at(364 + 29)) {
+		t.Error("a request that is sent although the breaker is open is a trial")
+	}
+	check("after many failed trials", 364+30, true, "half-open")
+	b.begin(at(364 + 30))
 	b.success()
-	check("after a success", 35, true, "closed")
-	if b.begin() {
+	check("after a success", 400, true, "closed")
+	if b.begin(at(400)) {
 		t.Error("a closed breaker has trials")
 	}
 	for range breakerFailures - 1 {

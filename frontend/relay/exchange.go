@@ -318,6 +318,9 @@ func (x *exchange) trace(at *lease) []string {
 // fail ends a lease after an error of its leg and says what the error means for the request.
 func (x *exchange) fail(at *lease, err error) error {
 	outcome, retry, label := failedLeg, true, "failed"
+	if slices.Contains(x.failed, at.w) {
+		outcome = failedAgain
+	}
 	var said *engineError
 	switch {
 	case x.legs.Err() != nil:

@@ -60,7 +60,8 @@ type outcome int
 const (
 	succeeded outcome = iota
 	failedLeg
-	canceled // nothing can be said of the worker
+	failedAgain // the same request has failed at the worker before: that says nothing new of it
+	canceled    // nothing can be said of the worker
 )
 
 // noWorkerError says why a leg has no worker.
@@ -89,7 +90,7 @@ func (f *fleet) acquire(ctx context.Context, l legKind, q route.Request, content
 			defer f.mu.Unlock()
 			return f.take(l, q, content, list), nil
 		}
-		changed, recheck := f.changed, f.nextTrial(l, now)
+		changed := f.changed
 		err := &noWorkerError{l, f.whyNone(l, now)}
 		f.mu.Unlock()
 		if timeout == nil {
@@ -97,49 +98,38 @@ func (f *fleet) acquire(ctx context.Context, l legKind, q route.Request, content
 			defer timer.Stop()
 			timeout = timer.C
 		}
-		again := time.NewTimer(recheck)
 		select {
 		case <-changed:
-		case <-again.C:
 		case <-timeout:
-			again.Stop()
 			return nil, err
 		case <-ctx.Done():
-			again.Stop()
 			return nil, context.Cause(ctx)
 		}
-		again.Stop()
 	}
 }
 
-// choosable are the workers that may have a leg, those to avoid left out if others remain.
+// choosable are the workers that may have a leg: those to avoid left out if others remain, those whose breakers keep
+// requests away only if there are no others. A breaker spares requests a worker that fails them while another would not;
+// it never leaves a leg without any worker that is healthy.
 func (f *fleet) choosable(l legKind, avoid []*worker, now time.Time) []*worker {
 	list := f.candidates[:0]
-	for _, w := range f.workers {
-		if w.available(l, now) && !slices.Contains(avoid, w) {
-			list = append(list, w)
-		}
-	}
-	if len(list) == 0 && len(avoid) > 0 {
+	for _, fits := range []func(w *worker) bool{
+		func(w *worker) bool { return w.breaker.allows(now) && !slices.Contains(avoid, w) },
+		func(w *worker) bool { return w.breaker.allows(now) },
+		func(w *worker) bool { return !slices.Contains(avoid, w) },
+		func(*worker) bool { return true },
+	} {
 		for _, w := range f.workers {
-			if w.available(l, now) {
+			if w.takes(l) && fits(w) {
 				list = append(list, w)
 			}
+		}
+		if len(list) > 0 {
+			break
 		}
 	}
 	f.candidates = list
 	return list
-}
-
-// nextTrial is how long no closed breaker will open by itself.
-func (f *fleet) nextTrial(l legKind, now time.Time) time.Duration {
-	next := time.Minute
-	for _, w := range f.workers {
-		if w.roles[l] && w.healthy && w.breaker.open && !w.breaker.trying {
-			next = min(next, w.breaker.until.Sub(now))
-		}
-	}
-	return max(next, time.Millisecond)
 }
 
 func (f *fleet) take(l legKind, q route.Request, content int64, list []*worker) *lease {
@@ -152,7 +142,7 @@ func (f *fleet) take(l legKind, q route.Request, content int64, list []*worker) 
 	w := list[choice.Index]
 	w.requests[l]++
 	w.content += content
-	return &lease{f: f, w: w, leg: l, choice: choice, content: content, trial: w.breaker.begin()}
+	return &lease{f: f, w: w, leg: l, choice: choice, content: content, trial: w.breaker.begin(time.Now())}
 }
 
 // end gives the lease back. Only the first call counts.
@@ -165,7 +155,7 @@ func (l *lease) end(o outcome) {
 	}
 	l.ended = true
 	if l.span != nil {
-		l.span.Note(attribute.Bool("baton.failed", o == failedLeg))
+		l.span.Note(attribute.Bool("baton.failed", o == failedLeg || o == failedAgain))
 		l.span.End(nil)
 	}
 	f.routers[l.leg].Done(l.choice)
@@ -175,7 +165,6 @@ func (l *lease) end(o outcome) {
 	case succeeded:
 		if w.breaker.open {
 			f.events("breaker closed", w, "")
-			f.wake()
 		}
 		w.breaker.success()
 	case failedLeg:
@@ -184,14 +173,12 @@ func (l *lease) end(o outcome) {
 		if w.breaker.failure(time.Now(), l.trial) {
 			f.events("breaker opened", w, "several requests in a row failed")
 		}
-		if l.trial {
-			f.wake() // who waits must learn when the next trial is
-		}
+	case failedAgain:
+		w.joined = false
+		w.probeNow()
+		w.breaker.cancel(l.trial)
 	case canceled:
 		w.breaker.cancel(l.trial)
-		if l.trial {
-			f.wake()
-		}
 	}
 	f.settle(w)
 }
@@ -215,7 +202,7 @@ func (f *fleet) whyNone(l legKind, now time.Time) string {
 	reasons := ""
 	n := 0
 	for _, w := range f.workers {
-		if !w.roles[l] || w.available(l, now) {
+		if !w.roles[l] || w.takes(l) {
 			continue
 		}
 		if n++; n <= 3 {

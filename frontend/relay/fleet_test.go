@@ -22,40 +22,53 @@ func (f *fleet) tryAcquire(ctx context.Context, wait time.Duration) (*lease, err
 	return f.acquire(ctx, decodeLeg, route.Request{}, 1, nil, wait)
 }
 
-// Requests that wait for the only worker while its breaker lets one try get it when the next may, not before.
-func TestWaitingForATrial(t *testing.T) {
+// A worker whose breaker is open gets one request that tries it after each pause while there is another worker, and
+// whatever comes while there is none: the last worker of a leg is not taken away.
+func TestBreakersLeaveOneWorker(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		f, _ := loneWorker()
-		for range breakerFailures {
-			l, err := f.tryAcquire(t.Context(), 0)
-			if err != nil {
-				t.Fatal(err)
+		f, bad := loneWorker()
+		good, _ := f.add(Worker{URL: "http://good"}, decodeLeg, func() *endpoint { return nil }, "good")
+		f.setHealth(good, good.roles, nil, 0)
+		count := func(n int) (trials, others int) {
+			for range n {
+				l, err := f.tryAcquire(t.Context(), 0)
+				switch {
+				case err != nil:
+					t.Fatal(err)
+				case l.w == good:
+					l.end(succeeded)
+					continue
+				case l.trial:
+					trials++
+				default:
+					others++
+				}
+				l.end(failedLeg)
 			}
-			l.end(failedLeg)
+			return trials, others
 		}
-		start := time.Now()
-		trial, err := f.tryAcquire(t.Context(), time.Minute)
-		if err != nil || time.Since(start) != breakerPause || !trial.trial {
-			t.Fatalf("a trial after %v: %+v, %v", time.Since(start), trial, err)
+		if trials, others := count(20); trials != 0 || others != breakerFailures {
+			t.Errorf("before its breaker opened the worker that fails got %d requests, and %d trials", others, trials)
 		}
-		done := make(chan time.Duration)
-		go func() {
-			l, err := f.tryAcquire(t.Context(), time.Minute)
-			if err != nil || !l.trial {
-				t.Errorf("%+v, %v", l, err)
-				close(done)
-				return
-			}
-			l.end(succeeded)
-			done <- time.Since(start)
-		}()
-		time.Sleep(5 * time.Second) // the trial takes its time
-		trial.end(failedLeg)
-		if took := <-done; took != breakerPause+5*time.Second+2*breakerPause {
-			t.Errorf("the next trial was after %v", took)
+		time.Sleep(breakerPause)
+		if trials, others := count(20); trials != 1 || others != 0 {
+			t.Errorf("after its pause it got %d trials, and %d more", trials, others)
 		}
-		if l, err := f.tryAcquire(t.Context(), 0); err != nil || l.trial {
-			t.Errorf("after a success: %+v, %v", l, err)
+		f.setHealth(good, good.roles, failed(errDial, errors.New("refused")), 1)
+		if trials, others := count(20); trials != 0 || others != 20 {
+			t.Errorf("being the last it got %d trials, and %d more of 20", trials, others)
+		}
+		l, err := f.tryAcquire(t.Context(), 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		l.end(succeeded)
+		if bad.breaker.open {
+			t.Error("a success left its breaker open")
+		}
+		f.setHealth(bad, bad.roles, failed(errDial, errors.New("refused")), 1)
+		if _, err := f.tryAcquire(t.Context(), 0); !errors.As(err, new(*noWorkerError)) {
+			t.Errorf("a worker that cannot be reached: %v", err)
 		}
 	})
 }

@@ -81,9 +81,9 @@ func (w *worker) probeNow() {
 	}
 }
 
-// available reports whether a leg may go to the worker now. The caller holds the fleet's lock.
-func (w *worker) available(l legKind, now time.Time) bool {
-	return w.roles[l] && w.healthy && !w.leaving && w.breaker.allows(now) && (l == prefillLeg || !w.known().whole)
+// takes reports whether a leg may go to the worker, its breaker aside. The caller holds the fleet's lock.
+func (w *worker) takes(l legKind) bool {
+	return w.roles[l] && w.healthy && !w.leaving && (l == prefillLeg || !w.known().whole)
 }
 
 // Watching.
