@@ -3,7 +3,7 @@ export GOTOOLCHAIN := go1.27.3
 export CGO_ENABLED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help build run model test race lint sim sim-mutants chaos soak fuzz bench bench-handoff generate clean
+.PHONY: help build run model test race lint sim sim-mutants chaos soak fuzz bench bench-handoff bench-relay generate clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,10 @@ SOAK ?= 0
 bench-handoff: build ## the handoff against memcpy and bare TCP, its way through processes, the coordinator; SOAK=1000000 watches memory
 	go test -run '^$$' -bench BenchmarkCore -benchtime 1s ./coordinator
 	go run ./internal/bench/cmd -soak $(SOAK)
+
+JSON ?= false
+bench-relay: ## what a request costs our relay, a bare one of Go's and one of aiohttp's; JSON=true for JSON
+	go run ./internal/bench/relay compare --json=$(JSON)
 
 lint: ## formatting, vet, staticcheck
 	@out=$$(gofmt -l $$(git ls-files '*.go')); if [ -n "$$out" ]; then echo "not gofmt-ed: $$out"; exit 1; fi

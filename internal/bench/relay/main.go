@@ -1,7 +1,7 @@
 //go:build linux
 
 // Command relay measures what a request costs a relay that stands before a pair of stub engines: ours, a bare relay of
-// the standard library's that does the same two calls, and others that are started by hand.
+// the standard library's that does the same two calls, and others: aiohttp's by itself, the rest by hand.
 package main
 
 import (
@@ -13,7 +13,7 @@ func main() {
 	if len(os.Args) < 2 {
 		usage()
 	}
-	commands := map[string]func([]string) error{"stub": stub, "null": null, "baton": baton, "run": run}
+	commands := map[string]func([]string) error{"stub": stub, "null": null, "baton": baton, "run": run, "compare": compare}
 	command, ok := commands[os.Args[1]]
 	if !ok {
 		usage()
@@ -25,6 +25,6 @@ func main() {
 }
 
 func usage() {
-	fmt.Fprintln(os.Stderr, "usage: relay stub|null|baton|run [flags]; run measures, the others are what it starts")
+	fmt.Fprintln(os.Stderr, "usage: relay run|compare|stub|null|baton [flags]; run measures, compare measures what make bench-relay shows, the others are what they start")
 	os.Exit(2)
 }

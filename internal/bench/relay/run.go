@@ -26,6 +26,7 @@ import (
 // figure is what one relay did under one load.
 type figure struct {
 	Relay       string  `json:"relay"`
+	Step        float64 `json:"step_ms"` // between events; 0 is as fast as they are taken
 	Concurrency int     `json:"concurrency"`
 	Requests    int     `json:"requests"`
 	CPU         float64 `json:"cpu_us_per_request"`
@@ -62,18 +63,7 @@ func run(args []string) error {
 	if err != nil {
 		return err
 	}
-	stop, err := start(self, "stub", "-tokens", strconv.Itoa(*tokens), "-step", step.String(), "-prompt", strconv.Itoa(*prompt))
-	if err != nil {
-		return err
-	}
-	defer stop()
-	targets := []target{
-		{name: "direct", url: "http://127.0.0.1:9102"},
-		{name: "null", url: "http://127.0.0.1:9201", args: []string{self, "null"}},
-		{name: "baton-sglang", url: "http://127.0.0.1:9210", args: []string{self, "baton", "-engine", "sglang", "-listen", "127.0.0.1:9210"}},
-		{name: "baton-trtllm", url: "http://127.0.0.1:9211", args: []string{self, "baton", "-engine", "trtllm", "-listen", "127.0.0.1:9211"}},
-		{name: "baton-vllm", url: "http://127.0.0.1:9212", args: []string{self, "baton", "-engine", "vllm", "-listen", "127.0.0.1:9212"}},
-	}
+	targets := ours(self)
 	if *profile != "" {
 		for i := range targets {
 			if strings.HasPrefix(targets[i].name, "baton") {
@@ -88,19 +78,50 @@ func run(args []string) error {
 			})
 		}
 	}
-	l := load{path: *path, body: body(*path, *prompt, *tokens), tokens: *tokens}
+	if *only != "" {
+		targets = slices.DeleteFunc(targets, func(t target) bool { return !slices.Contains(strings.Split(*only, ","), t.name) })
+	}
+	figures, err := measure(self, targets, &load{path: *path, tokens: *tokens, prompt: *prompt, step: *step, concurrency: *concurrency, requests: *requests})
+	if err != nil {
+		return err
+	}
+	return show(figures, *asJSON)
+}
+
+// ours are the relays that this program has, and the decode stub itself.
+func ours(self string) []target {
+	list := []target{
+		{name: "direct", url: "http://127.0.0.1:9102"},
+		{name: "null", url: "http://127.0.0.1:9201", args: []string{self, "null"}},
+	}
+	for i, engine := range []string{"sglang", "trtllm", "vllm"} {
+		addr := "127.0.0.1:" + strconv.Itoa(9210+i)
+		list = append(list, target{name: "baton-" + engine, url: "http://" + addr, args: []string{self, "baton", "-engine", engine, "-listen", addr}})
+	}
+	return list
+}
+
+// measure puts each relay before a pair of stubs, one after the other, under a load.
+func measure(self string, targets []target, l *load) ([]figure, error) {
+	stop, err := start(self, "stub", "-tokens", strconv.Itoa(l.tokens), "-step", l.step.String(), "-prompt", strconv.Itoa(l.prompt))
+	if err != nil {
+		return nil, err
+	}
+	defer stop()
+	l.body = body(l.path, l.prompt, l.tokens)
 	var figures []figure
 	for _, t := range targets {
-		if *only != "" && !slices.Contains(strings.Split(*only, ","), t.name) {
-			continue
-		}
-		got, err := l.measure(t, *concurrency, *requests)
+		got, err := l.measure(t)
 		if err != nil {
-			return fmt.Errorf("%s: %w", t.name, err)
+			return nil, fmt.Errorf("%s: %w", t.name, err)
 		}
 		figures = append(figures, got...)
 	}
-	if *asJSON {
+	return figures, nil
+}
+
+func show(figures []figure, asJSON bool) error {
+	if asJSON {
 		return json.NewEncoder(os.Stdout).Encode(figures)
 	}
 	return table(figures)
@@ -108,9 +129,9 @@ func run(args []string) error {
 
 func table(figures []figure) error {
 	w := tabwriter.NewWriter(os.Stdout, 0, 0, 2, ' ', tabwriter.AlignRight)
-	fmt.Fprintln(w, "relay\tat a time\trequests\tCPU µs a request\tp50 ms\tp99 ms\tfirst event p50\tp99\trequests/s\tevents per CPU-s\tfailed\t")
+	fmt.Fprintln(w, "relay\tms between events\tat a time\trequests\tCPU µs a request\tp50 ms\tp99 ms\tfirst event p50\tp99\trequests/s\tevents per CPU-s\tfailed\t")
 	for _, f := range figures {
-		fmt.Fprintf(w, "%s\t%d\t%d\t%.0f\t%.1f\t%.1f\t%.1f\t%.1f\t%.1f\t%.0f\t%d\t\n", f.Relay, f.Concurrency, f.Requests, f.CPU, f.P50, f.P99, f.First50, f.First99, f.PerSecond, f.Chunks, f.Failed)
+		fmt.Fprintf(w, "%s\t%g\t%d\t%d\t%.0f\t%.1f\t%.1f\t%.1f\t%.1f\t%.1f\t%.0f\t%d\t\n", f.Relay, f.Step, f.Concurrency, f.Requests, f.CPU, f.P50, f.P99, f.First50, f.First99, f.PerSecond, f.Chunks, f.Failed)
 	}
 	return w.Flush()
 }
@@ -172,13 +193,18 @@ func startProcess(name string, args ...string) (pid int, stop func(), err error)
 	}, nil
 }
 
+// load is what is sent to every relay.
 type load struct {
-	path   string
-	body   []byte
-	tokens int
+	path        string
+	tokens      int           // events of a stream
+	prompt      int           // ids
+	step        time.Duration // between events
+	concurrency string        // requests at a time, several after commas
+	requests    int           // two rounds at least
+	body        []byte
 }
 
-func (l *load) measure(t target, concurrency string, requests int) (list []figure, err error) {
+func (l *load) measure(t target) (list []figure, err error) {
 	pid := 0
 	if t.args != nil {
 		var stop func()
@@ -199,16 +225,16 @@ func (l *load) measure(t target, concurrency string, requests int) (list []figur
 		}
 		time.Sleep(200 * time.Millisecond)
 	}
-	for _, text := range strings.Split(concurrency, ",") {
+	for _, text := range strings.Split(l.concurrency, ",") {
 		n, err := strconv.Atoi(text)
 		if err != nil {
 			return nil, err
 		}
 		l.loop(client, t.url, n, min(n, 32)) // warms connections
 		before := cpu(pid)
-		f := l.loop(client, t.url, n, max(requests, 2*n))
+		f := l.loop(client, t.url, n, max(l.requests, 2*n))
 		used := cpu(pid) - before
-		f.Relay = t.name
+		f.Relay, f.Step = t.name, float64(l.step.Microseconds())/1000
 		f.CPU = float64(used.Microseconds()) / float64(f.Requests)
 		if used > 0 {
 			f.Chunks = float64(f.Requests*l.tokens) / used.Seconds()
