@@ -88,7 +88,7 @@ func (x *exchange) stream(a *answer, start time.Time, prompt []byte) error {
 		}
 		return x.copyEvents(a, start, nil)
 	}
-	return x.copyEvents(a, start, &usageMerger{prompt: prompt})
+	return x.copyEvents(a, start, prompt)
 }
 
 // clientKey is where a request's context has the client's connection.
@@ -162,10 +162,11 @@ func streamError(err error) error {
 	return failed(errReset, err)
 }
 
-// copyEvents copies a stream and merges usages on the way if merge is not nil.
-func (x *exchange) copyEvents(a *answer, start time.Time, merge *usageMerger) error {
+// copyEvents copies a stream event by event and merges the prompt's usage into theirs, if there is one.
+func (x *exchange) copyEvents(a *answer, start time.Time, prompt []byte) error {
 	buf := streamBuffers.Get().(*[streamBuffer]byte)
 	defer streamBuffers.Put(buf)
+	var events eventBuffer
 	first := time.Time{}
 	for {
 		a.within(x.s.cfg.Timeouts.Stream)
@@ -176,7 +177,7 @@ func (x *exchange) copyEvents(a *answer, start time.Time, merge *usageMerger) er
 				x.s.metrics.transfer.Observe(first.Sub(start).Seconds())
 				x.beginEvents()
 			}
-			if err := x.events(buf[:n], merge); err != nil {
+			if err := x.events(mergeEvents(events.next(buf[:n]), prompt)); err != nil {
 				return err
 			}
 		}
@@ -188,18 +189,12 @@ func (x *exchange) copyEvents(a *answer, start time.Time, merge *usageMerger) er
 			return failed(errReset, errEmptyStream)
 		default:
 			x.s.metrics.decode.Observe(time.Since(first).Seconds())
-			if merge == nil {
-				return nil
-			}
-			return x.write(merge.rest())
+			return x.write(events.rest())
 		}
 	}
 }
 
-func (x *exchange) events(b []byte, merge *usageMerger) error {
-	if merge != nil {
-		b = merge.next(b)
-	}
+func (x *exchange) events(b []byte) error {
 	if len(b) == 0 {
 		return nil
 	}

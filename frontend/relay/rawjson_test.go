@@ -189,11 +189,12 @@ func TestIDs(t *testing.T) {
 func FuzzUsage(f *testing.F) {
 	f.Add([]byte("data: {\"usage\": {\"prompt_tokens\":1,\"completion_tokens\":2}}\n\ndata: [DONE]\n\n"), uint8(3))
 	f.Fuzz(func(t *testing.T, events []byte, cut uint8) {
-		m := usageMerger{prompt: []byte(`{"prompt_tokens":5,"prompt_tokens_details":{"cached_tokens":3}}`)}
+		prompt := []byte(`{"prompt_tokens":5,"prompt_tokens_details":{"cached_tokens":3}}`)
+		var m eventBuffer
 		var out []byte
 		for rest := events; len(rest) > 0; {
 			n := min(len(rest), int(cut)+1)
-			out = append(out, m.next(rest[:n])...)
+			out = append(out, mergeEvents(m.next(rest[:n]), prompt)...)
 			rest = rest[n:]
 		}
 		out = append(out, m.rest()...)
@@ -204,23 +205,38 @@ func FuzzUsage(f *testing.F) {
 	})
 }
 
-// Behaviour 37: the prompt's usage is the prefill leg's. However a stream is cut, the merged one is the same.
-func TestUsageMerger(t *testing.T) {
+// Behaviour 37: the prompt's usage is the prefill leg's. However a stream is cut, whatever its lines end with and its events
+// have beside data, the merged one is the same, and an event is let go as soon as it is whole.
+func TestMergeEvents(t *testing.T) {
 	const (
 		event = "data: {\"choices\":[{\"delta\":{\"content\":\"say \\\"usage\\\":{\"}}],\"usage\":null}\n\n"
-		last  = "data: {\"choices\":[],\"usage\": {\"prompt_tokens\":9,\"completion_tokens\":4,\"total_tokens\":13,\"x\":9007199254740993}}\n\n"
+		odd   = ": a comment\nid: 7\ndata: {\"usage\" : null}\nevent: message\n\n: another\n\n"
+		last  = "event: message\ndata: {\"choices\":[],\"usage\": {\"prompt_tokens\":9,\"completion_tokens\":4,\"total_tokens\":13,\"x\":9007199254740993}}\nid: 8\n\n"
+		again = "data:{\"choices\":[],\ndata:  \"usage\" :\t{\"completion_tokens\":4}\ndata:}\n\n"
 		done  = "data: [DONE]\n\n"
-		want  = event + event + `data: {"choices":[],"usage":{"completion_tokens":4,"x":9007199254740993,"prompt_tokens":10,"total_tokens":14,"prompt_tokens_details":{"cached_tokens":8}}}` + "\n\n" + done
+		usage = `"prompt_tokens":10,"total_tokens":14,"prompt_tokens_details":{"cached_tokens":8}}}` + "\n"
+		want  = event + odd + "event: message\n" + `data: {"choices":[],"usage":{"completion_tokens":4,"x":9007199254740993,` + usage + "id: 8\n\n" +
+			`data: {"choices":[],"usage":{"completion_tokens":4,` + usage + "\n" + done
 	)
-	stream := event + event + last + done
-	for n := 1; n <= len(stream); n++ {
-		m := usageMerger{prompt: []byte(`{"prompt_tokens":10,"prompt_tokens_details":{"cached_tokens":8}}`)}
-		var out []byte
-		for at := 0; at < len(stream); at += n {
-			out = append(out, m.next([]byte(stream[at:min(at+n, len(stream))]))...)
+	prompt := []byte(`{"prompt_tokens":10,"prompt_tokens_details":{"cached_tokens":8}}`)
+	for _, end := range []string{"\n", "\r\n", "\r"} {
+		stream, want := strings.ReplaceAll(event+odd+last+again+done, "\n", end), strings.ReplaceAll(want, "\n", end)
+		for n := 1; n <= len(stream); n++ {
+			var m eventBuffer
+			var out []byte
+			for at := 0; at < len(stream); at += n {
+				out = append(out, mergeEvents(m.next([]byte(stream[at:min(at+n, len(stream))])), prompt)...)
+			}
+			if out = append(out, m.rest()...); string(out) != want {
+				t.Fatalf("%q, cut every %d bytes:\n%q\nwant\n%q", end, n, out, want)
+			}
 		}
-		if out = append(out, m.rest()...); string(out) != want {
-			t.Fatalf("cut every %d bytes:\n%s\nwant\n%s", n, out, want)
+		var m eventBuffer
+		for _, one := range []string{event, last, again, done} {
+			one = strings.ReplaceAll(one, "\n", end)
+			if out := m.next([]byte(one)); string(out) != one {
+				t.Errorf("%q is whole; %q goes on", one, out)
+			}
 		}
 	}
 }

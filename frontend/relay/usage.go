@@ -72,7 +72,20 @@ func cachedTokens(usage []byte) int64 {
 }
 
 // usageKey cannot be part of a JSON string: its quotes would have backslashes.
-var usageKey = []byte(`"usage":`)
+var usageKey = []byte(`"usage"`)
+
+// usageAt is where the object in a usage begins if the key is at the beginning of b, -1 if this is something else.
+func usageAt(b []byte) int {
+	s := scanner{b: b, at: len(usageKey)}
+	s.space()
+	if !s.take(':') {
+		return -1
+	}
+	if s.space(); s.at == len(b) || b[s.at] != '{' {
+		return -1
+	}
+	return s.at
+}
 
 // hasUsage reports whether a text of events may have one with a usage object.
 func hasUsage(b []byte) bool {
@@ -81,75 +94,11 @@ func hasUsage(b []byte) bool {
 		if n < 0 {
 			return false
 		}
-		b = bytes.TrimLeft(b[n+len(usageKey):], " \t")
-		if len(b) > 0 && b[0] == '{' {
+		if usageAt(b[n:]) > 0 {
 			return true
 		}
+		b = b[n+len(usageKey):]
 	}
-}
-
-// maxEvent bounds an event that is held back until it is complete.
-const maxEvent = 1 << 20
-
-// usageMerger merges a usage into those of a stream. It holds incomplete events back.
-type usageMerger struct {
-	prompt []byte
-	held   []byte
-	out    []byte
-}
-
-var (
-	eventEnd  = []byte("\n\n")
-	dataField = []byte("data:")
-)
-
-// next takes the next bytes and returns what can be sent, valid until the next call.
-func (m *usageMerger) next(b []byte) []byte {
-	end := bytes.LastIndex(b, eventEnd)
-	joint := end < 0 && len(m.held) > 0 && m.held[len(m.held)-1] == '\n' && len(b) > 0 && b[0] == '\n'
-	switch {
-	case joint:
-		end = 1
-	case end < 0:
-		m.held = append(m.held, b...)
-		if len(m.held) > maxEvent {
-			return m.rest()
-		}
-		return nil
-	default:
-		end += len(eventEnd)
-	}
-	m.out = append(append(m.out[:0], m.held...), b[:end]...)
-	m.held = append(m.held[:0], b[end:]...)
-	if !hasUsage(m.out) {
-		return m.out
-	}
-	var merged []byte
-	for event := range bytes.SplitAfterSeq(m.out, eventEnd) {
-		merged = m.event(merged, event)
-	}
-	m.out = merged
-	return m.out
-}
-
-// rest is what was held back.
-func (m *usageMerger) rest() []byte {
-	b := m.held
-	m.held = nil
-	return b
-}
-
-// event appends one event with its usage merged.
-func (m *usageMerger) event(b, event []byte) []byte {
-	if !bytes.HasPrefix(event, dataField) || !hasUsage(event) {
-		return append(b, event...)
-	}
-	data := bytes.TrimRight(event[len(dataField):], "\n")
-	b = append(append(b, dataField...), ' ')
-	for _, piece := range mergeUsage(bytes.TrimLeft(data, " "), m.prompt) {
-		b = append(b, piece...)
-	}
-	return append(b, event[len(dataField)+len(data):]...)
 }
 
 // lastUsage is the last usage in a text of events, nil if there is none.
@@ -159,12 +108,52 @@ func lastUsage(events []byte) []byte {
 		if n < 0 {
 			return nil
 		}
-		s := scanner{b: events, at: n + len(usageKey)}
-		s.space()
-		from := s.at
-		if err := s.value(); err == nil && from < len(events) && events[from] == '{' {
-			return events[from:s.at]
+		if from := usageAt(events[n:]); from > 0 {
+			s := scanner{b: events, at: n + from}
+			if err := s.value(); err == nil {
+				return events[n+from : s.at]
+			}
 		}
 		events = events[:n]
 	}
+}
+
+// mergeEvents is a text of whole events with the prompt's part of another usage in those that have one.
+func mergeEvents(events, prompt []byte) []byte {
+	if prompt == nil || !hasUsage(events) {
+		return events
+	}
+	var merged, event []byte
+	for len(events) > 0 {
+		event, events = cutEvent(events)
+		merged = appendMerged(merged, event, prompt)
+	}
+	return merged
+}
+
+// appendMerged appends an event. Fields other than its data stay as they are.
+func appendMerged(b, event, prompt []byte) []byte {
+	var data pieces
+	if hasUsage(event) {
+		data = mergeUsage(eventData(event), prompt)
+	}
+	if len(data) < 2 { // there is nothing to change
+		return append(b, event...)
+	}
+	for done := false; len(event) > 0; {
+		var line, end []byte
+		line, end, event = cutLine(event)
+		switch _, is := lineData(line); {
+		case !is:
+			b = append(append(b, line...), end...)
+		case !done:
+			done = true
+			b = append(append(b, dataField...), ' ')
+			for _, piece := range data {
+				b = append(b, piece...)
+			}
+			b = append(b, end...)
+		}
+	}
+	return b
 }
