@@ -9,7 +9,6 @@ import (
 	"time"
 
 	"baton/leg"
-	"baton/wire"
 )
 
 const cachedPath = "/kv_cache_events"
@@ -29,9 +28,11 @@ type cacheEvents struct {
 }
 
 type cacheEvent struct {
-	Type   string     `json:"type"`             // stored, removed
-	Parent []byte     `json:"parent,omitempty"` // of a stored one's first block; none when that begins a prompt
-	Blocks [][32]byte `json:"blocks"`           // of a stored one: each follows the one before it
+	Type    string     `json:"type"`              // stored, removed, session
+	Parent  []byte     `json:"parent,omitempty"`  // of a stored one's first block; none when that begins a prompt
+	Blocks  [][32]byte `json:"blocks,omitempty"`  // of a stored one: each follows the one before it
+	Session []byte     `json:"session,omitempty"` // SHA-256 of the name of one that has had a job here
+	At      int64      `json:"at,omitempty"`      // when, in Unix milliseconds
 }
 
 // cached is POST /kv_cache_events?cursor=CURSOR&wait=SECONDS: how relays learn what the engines have cached, several of
@@ -76,17 +77,21 @@ func (s *Server) readCached(ctx context.Context, r *http.Request) (leg.Cached, e
 func describeCached(c leg.Cached) cacheEvents {
 	out := cacheEvents{Engine: "baton", Cursor: c.Cursor, Reset: c.Reset, More: c.More, BlockSize: c.BlockSize, Events: []cacheEvent{}}
 	for i := range c.Events {
-		e := &c.Events[i]
-		kind := map[uint8]string{wire.KVStored: "stored", wire.KVRemoved: "removed"}[e.Kind]
-		if n := len(out.Events); n > 0 && out.Events[n-1].Type == kind && (e.Kind == wire.KVRemoved || e.Parent == c.Events[i-1].Digest) {
+		e, n := &c.Events[i], len(out.Events)
+		switch {
+		case e.Kind == leg.SessionSeen:
+			out.Events = append(out.Events, cacheEvent{Type: "session", Session: e.Digest[:], At: e.At.UnixMilli()})
+		case i > 0 && c.Events[i-1].Kind == e.Kind && (e.Kind == leg.Removed || e.Parent == c.Events[i-1].Digest):
 			out.Events[n-1].Blocks = append(out.Events[n-1].Blocks, e.Digest)
-			continue
+		case e.Kind == leg.Removed:
+			out.Events = append(out.Events, cacheEvent{Type: "removed", Blocks: [][32]byte{e.Digest}})
+		default:
+			one := cacheEvent{Type: "stored", Blocks: [][32]byte{e.Digest}}
+			if e.Parent != [32]byte{} {
+				one.Parent = e.Parent[:]
+			}
+			out.Events = append(out.Events, one)
 		}
-		one := cacheEvent{Type: kind, Blocks: [][32]byte{e.Digest}}
-		if e.Kind == wire.KVStored && e.Parent != [32]byte{} {
-			one.Parent = e.Parent[:]
-		}
-		out.Events = append(out.Events, one)
 	}
 	return out
 }

@@ -2,6 +2,7 @@ package frontend
 
 import (
 	"context"
+	"crypto/sha256"
 	"encoding/json"
 	"net/http"
 	"slices"
@@ -18,9 +19,11 @@ type cacheNews struct {
 	Reset, More    bool
 	BlockSize      int `json:"block_size"`
 	Events         []struct {
-		Type   string
-		Parent []byte
-		Blocks [][]byte
+		Type    string
+		Parent  []byte
+		Blocks  [][]byte
+		Session []byte
+		At      int64
 	}
 }
 
@@ -79,6 +82,15 @@ func TestCacheEvents(t *testing.T) {
 	}
 	if got := do(t, s.Handler(), "GET", "/kv_cache_events", ""); got.status != http.StatusMethodNotAllowed {
 		t.Errorf("%d %s", got.status, got.body)
+	}
+	// So are sessions, by the hashes of their names.
+	before := readNews(t, s, "").Cursor
+	if got := do(t, s.Handler(), "POST", "/v1/completions", `{"model":"toy","prompt":[5,6],"max_tokens":1,"conversation_params":{"conversation_id":"one"}}`); got.status != http.StatusOK {
+		t.Fatalf("%d %s", got.status, got.body)
+	}
+	if n := readNews(t, s, "?cursor="+before); len(n.Events) != 1 || n.Events[0].Type != "session" || kvcache.Digest(n.Events[0].Session) != sha256.Sum256([]byte("one")) ||
+		time.Since(time.UnixMilli(n.Events[0].At)) > time.Minute {
+		t.Errorf("%+v", n)
 	}
 	// A reader who waits does not hold up a shutdown.
 	last := readNews(t, s, "")

@@ -38,8 +38,11 @@ func (k Kind) String() string {
 type Job struct {
 	Kind    Kind
 	Request *wire.SubmitRequest
-	// Group is the data-parallel group that is to run it; -1 leaves the choice to the session, or to the load.
+	// Group is the data-parallel group that is to run it; -1 leaves the choice to the session, or to what is cached, or to the
+	// load.
 	Group int
+	// Chain is that of the prompt's blocks, if somebody has had the time to compute it.
+	Chain []kvcache.Digest
 	// Prompt is the PromptDigest of the request, if somebody has had the time to compute it. Whole requests need none.
 	Prompt [32]byte
 	// State, of a generation leg, is what its context leg left; nil when that left nothing. Digest is that of its bytes.
@@ -118,6 +121,9 @@ func (c *Core) submit(id uint64, job Job) {
 	}
 	c.requests[id] = r
 	c.held += r.tokens
+	if name := job.Request.Session; name != "" {
+		c.cache.saw(name, c.now)
+	}
 	g.requests++
 	if job.Kind == Generation {
 		c.claim(r)
@@ -128,7 +134,8 @@ func (c *Core) submit(id uint64, job Job) {
 	c.tell(g, &m)
 }
 
-// choose picks the data-parallel group: the one that was asked for, the session's, or the one with least to do.
+// choose picks the data-parallel group: the one that was asked for, the session's, or else the one that has most of the prompt
+// cached and room for a request, of equals the one with least to do.
 func (c *Core) choose(job *Job) (*group, *RequestError) {
 	n := len(c.groups)
 	if job.Group >= n {
@@ -143,7 +150,7 @@ func (c *Core) choose(job *Job) (*group, *RequestError) {
 	default:
 		g = c.groups[c.turn%n]
 		for i := range c.groups {
-			if o := c.groups[(c.turn+i)%n]; o.reg != nil && !o.leaving && (g.reg == nil || g.leaving || o.requests+o.exports < g.requests+g.exports) {
+			if o := c.groups[(c.turn+i)%n]; o != g && c.better(o, g, job.Chain) {
 				g = o
 			}
 		}
@@ -156,6 +163,23 @@ func (c *Core) choose(job *Job) (*group, *RequestError) {
 		return nil, unavailable("engine %s is not up", g.name)
 	}
 	return g, nil
+}
+
+// better reports whether a request should rather go to a than to b.
+func (c *Core) better(a, b *group, chain []kvcache.Digest) bool {
+	up := func(g *group) bool { return g.reg != nil && !g.leaving }
+	if !up(a) || !up(b) {
+		return up(a) && !up(b)
+	}
+	load := func(g *group) int { return g.requests + g.exports }
+	room := func(g *group) bool { return load(g) < g.reg.Requests }
+	if room(a) != room(b) {
+		return room(a)
+	}
+	if d := c.cache.held(a.number, chain) - c.cache.held(b.number, chain); d != 0 && room(a) {
+		return d > 0
+	}
+	return load(a) < load(b)
 }
 
 // check refuses what the engine's role does not do, and what is too much.

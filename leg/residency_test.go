@@ -13,6 +13,7 @@ import (
 
 	"pgregory.net/rapid"
 
+	"baton/kvcache"
 	"baton/wire"
 )
 
@@ -24,24 +25,29 @@ func TestReadersLearnWhatIsHeld(t *testing.T) {
 		r.kept = rapid.IntRange(1, 6).Draw(t, "kept")
 		held := []map[digest]digest{{}, {}, {}} // a group's blocks and their parents
 		groups := []int{0, 1, 70}
+		r.most = rapid.IntRange(1, 3).Draw(t, "sessions")
+		lately := map[string]time.Time{}
 		readers := make([]struct {
-			at    place
-			known map[digest]bool
+			at       place
+			known    map[digest]bool
+			sessions map[digest]time.Time
 		}, 3)
 		read := func(i, limit int) bool {
 			events, at, reset := r.read(readers[i].at, limit)
 			if reset {
-				readers[i].known = map[digest]bool{}
+				readers[i].known, readers[i].sessions = map[digest]bool{}, map[digest]time.Time{}
 			}
 			for _, e := range events {
 				switch e.Kind {
-				case wire.KVStored:
+				case Stored:
 					if e.Parent != (digest{}) && !readers[i].known[e.Parent] {
 						t.Fatalf("reader %d hears of %x before its parent", i, e.Digest[:2])
 					}
 					readers[i].known[e.Digest] = true
-				case wire.KVRemoved:
+				case Removed:
 					delete(readers[i].known, e.Digest)
+				case SessionSeen:
+					readers[i].sessions[e.Digest] = e.At
 				}
 			}
 			if len(events) > limit {
@@ -50,9 +56,11 @@ func TestReadersLearnWhatIsHeld(t *testing.T) {
 			readers[i].at = at
 			return at.next == r.next
 		}
+		var now time.Time
 		for range rapid.IntRange(1, 80).Draw(t, "steps") {
+			now = now.Add(time.Second)
 			g := rapid.IntRange(0, 2).Draw(t, "group")
-			switch rapid.IntRange(0, 5).Draw(t, "what") {
+			switch rapid.IntRange(0, 6).Draw(t, "what") {
 			case 0, 1: // a prompt of some blocks
 				parent := digest{}
 				for range rapid.IntRange(1, 4).Draw(t, "blocks") {
@@ -76,6 +84,10 @@ func TestReadersLearnWhatIsHeld(t *testing.T) {
 			case 4:
 				clear(held[g])
 				r.forget(groups[g])
+			case 6:
+				name := rapid.SampledFrom([]string{"a", "b", "c", "d"}).Draw(t, "name")
+				lately[name] = now
+				r.saw(name, now)
 			case 5:
 				read(rapid.IntRange(0, 2).Draw(t, "reader"), rapid.IntRange(1, 5).Draw(t, "limit"))
 			}
@@ -92,8 +104,15 @@ func TestReadersLearnWhatIsHeld(t *testing.T) {
 			if !maps.Equal(readers[i].known, want) {
 				t.Fatalf("reader %d knows %v, held are %v", i, readers[i].known, want)
 			}
+			// Of sessions it knows the last ones at least.
+			names := slices.SortedFunc(maps.Keys(lately), func(a, b string) int { return lately[b].Compare(lately[a]) })
+			for _, name := range names[:min(len(names), r.most)] {
+				if at := readers[i].sessions[sha256.Sum256([]byte(name))]; !at.Equal(lately[name]) {
+					t.Fatalf("reader %d has seen %s at %v, it was at %v", i, name, at, lately[name])
+				}
+			}
 		}
-		if most := 2*(len(r.blocks)+r.kept) + 1; len(r.log) > 2*most {
+		if most := 2*(len(r.blocks)+len(r.sessions)+r.kept) + 1; len(r.log) > 2*most {
 			t.Fatalf("the log has %d entries for %d blocks", len(r.log), len(r.blocks))
 		}
 	})
@@ -231,4 +250,40 @@ func TestCachedWaits(t *testing.T) {
 			t.Error(err)
 		}
 	})
+}
+
+// A request without a session goes to the data-parallel group that has most of its prompt, while that has room.
+func TestGroupByWhatIsCached(t *testing.T) {
+	core, err := New(Config{Engines: []string{"b0", "b1", "b2"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	now := time.Unix(1000, 0)
+	prompt := make([]int32, 9)
+	chain := kvcache.Chain(kvcache.Digest{}, 4, prompt)
+	for i, held := range []int{0, 1, 2} {
+		name := fmt.Sprintf("b%d", i)
+		events := &wire.KVEvents{Sequence: 1, Next: 1, Reset: true}
+		for n := range held {
+			e := wire.KVEvent{Kind: wire.KVStored, Digest: chain[n], Version: 1}
+			if n > 0 {
+				e.Parent = chain[n-1]
+			}
+			events.Events = append(events.Events, e)
+		}
+		core.Step(now, EngineSaid{name, &wire.RegisterRole{Name: name, Role: wire.RoleBoth, WeightVersion: 1, Requests: 2, Geometry: wire.Geometry{BlockSize: 4, MaxSeqLen: 64}}})
+		core.Step(now, EngineSaid{name, events})
+	}
+	var went []string
+	for id := uint64(1); id <= 7; id++ {
+		job := Job{Group: -1, Chain: chain, Request: &wire.SubmitRequest{Prompt: prompt, Sampling: wire.Sampling{MaxTokens: 1}}}
+		for _, a := range core.Step(now, Submit{id, job}) {
+			if tell, ok := a.(Tell); ok {
+				went = append(went, tell.Engine)
+			}
+		}
+	}
+	if want := []string{"b2", "b2", "b1", "b1", "b0", "b0"}; len(went) != 7 || !slices.Equal(went[:6], want) {
+		t.Errorf("they went to %v, want %v and one more", went, want)
+	}
 }

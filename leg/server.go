@@ -10,6 +10,7 @@ import (
 	"sync"
 	"time"
 
+	"baton/kvcache"
 	"baton/wire"
 )
 
@@ -207,6 +208,9 @@ func (s *Server) Submit(ctx context.Context, job Job) (*Stream, error) {
 	if job.Kind != Whole {
 		job.Prompt = PromptDigest(job.Request.Salt, job.Request.Prompt) // off the lock
 	}
+	if size := s.blockSize(); size > 0 && len(s.cfg.Core.Engines) > 1 && job.Group < 0 && job.Request.Session == "" {
+		job.Chain = kvcache.Chain(kvcache.Root(job.Request.Salt, ""), size, job.Request.Prompt)
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.closed {
@@ -222,6 +226,12 @@ func (s *Server) Submit(ctx context.Context, job Job) (*Stream, error) {
 		st.stop = context.AfterFunc(ctx, func() { st.abort(context.Cause(ctx)) })
 	}
 	return st, nil
+}
+
+func (s *Server) blockSize() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.core.blockSize()
 }
 
 // Status describes the engines, as a coordinator does its fleet.

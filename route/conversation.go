@@ -7,13 +7,14 @@ import "slices"
 // taken for the next turn of what is there. Load plays a part only where nothing is known.
 //
 // A router that was restarted knows no conversation. Where workers tell what they hold, one that it does not know goes
-// where most of its prompt is, as Residency would send it.
+// where it was (Learn), or else where most of its prompt is, as Residency would send it.
 //
 // A worker that is not among the candidates loses its conversations when they next come: their prefix is
 // computed, and from then on held, elsewhere.
 type Conversation struct {
 	threshold float64
-	pins      *Pins
+	pins      *Pins  // by what was chosen here
+	learned   *Pins  // by what workers say
 	held      *Index // what text went where
 	reported  *Index // what workers say that they hold; may be nil
 	next      int
@@ -38,7 +39,7 @@ func NewConversation(threshold float64, conversations int, reported *Index) *Con
 	if conversations <= 0 {
 		conversations = DefaultConversations
 	}
-	return &Conversation{threshold: threshold, pins: NewPins(conversations), held: NewIndex(contentEntries), reported: reported}
+	return &Conversation{threshold: threshold, pins: NewPins(conversations), learned: NewPins(conversations), held: NewIndex(contentEntries), reported: reported}
 }
 
 // Name implements Router.
@@ -46,7 +47,7 @@ func (*Conversation) Name() string { return "conversation" }
 
 // Needs implements Router: where there is an id that is known, nothing else is looked at.
 func (c *Conversation) Needs(conversation string) (need Need) {
-	if conversation != "" && c.pins.Get(conversation) != 0 {
+	if conversation != "" && (c.pins.Get(conversation) != 0 || c.learned.Get(conversation) != 0) {
 		return 0
 	}
 	if conversation == "" {
@@ -63,6 +64,12 @@ func (c *Conversation) Done(choice Choice) {
 	if choice.expected != nil {
 		c.reported.Settle(choice.expected)
 	}
+}
+
+// Learn notes that a session had a request at a worker, which says so: sent there by this router or by another. at orders
+// what several workers say of one.
+func (c *Conversation) Learn(session SessionKey, worker uint64, at int64) {
+	c.learned.Learn(session, worker, at)
 }
 
 // Forget implements Router.
@@ -82,11 +89,11 @@ func (c *Conversation) Pick(r Request, workers []Worker) Choice {
 
 func (c *Conversation) byID(r Request, workers []Worker) Choice {
 	choice := Choice{Index: -1, Reason: ReasonConversation}
-	if pinned := c.pins.Get(r.Conversation); pinned != 0 {
-		for i := range workers {
-			if workers[i].ID == pinned {
-				choice.Index = i
-			}
+	for _, pins := range []*Pins{c.pins, c.learned} {
+		id := pins.Get(r.Conversation)
+		at := func(w Worker) bool { return id != 0 && w.ID == id }
+		if choice.Index = slices.IndexFunc(workers, at); choice.Index >= 0 {
+			break
 		}
 	}
 	if choice.Index < 0 {

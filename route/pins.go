@@ -9,13 +9,17 @@ import (
 // used of which is forgotten. Engines are numbers that are never used again.
 type Pins struct {
 	limit  int
-	table  map[[sha256.Size]byte]*list.Element
+	table  map[SessionKey]*list.Element
 	recent *list.List // of *pin, the most recently used first
 }
 
+// SessionKey is the SHA-256 of a session's name: names may be long.
+type SessionKey [sha256.Size]byte
+
 type pin struct {
-	session [sha256.Size]byte // its hash: names of sessions may be long
+	session SessionKey
 	engine  uint64
+	at      int64 // when that was learned
 }
 
 // DefaultSessions bounds Pins to some 15 MB.
@@ -26,7 +30,7 @@ func NewPins(limit int) *Pins {
 	if limit <= 0 {
 		limit = DefaultSessions
 	}
-	return &Pins{limit: limit, table: make(map[[sha256.Size]byte]*list.Element), recent: list.New()}
+	return &Pins{limit: limit, table: make(map[SessionKey]*list.Element), recent: list.New()}
 }
 
 // Get returns the engine that a session is bound to, 0 for none. It does not count as use.
@@ -38,10 +42,18 @@ func (p *Pins) Get(session string) uint64 {
 }
 
 // Set binds a session to an engine.
-func (p *Pins) Set(session string, engine uint64) {
-	key := sha256.Sum256([]byte(session))
-	if e := p.table[key]; e != nil {
-		e.Value.(*pin).engine = engine
+func (p *Pins) Set(session string, engine uint64) { p.set(sha256.Sum256([]byte(session)), engine, 0) }
+
+// Learn binds a session to an engine unless something newer is known of it.
+func (p *Pins) Learn(session SessionKey, engine uint64, at int64) {
+	if e := p.table[session]; e == nil || e.Value.(*pin).at <= at {
+		p.set(session, engine, at)
+	}
+}
+
+func (p *Pins) set(session SessionKey, engine uint64, at int64) {
+	if e := p.table[session]; e != nil {
+		*e.Value.(*pin) = pin{session, engine, at}
 		p.recent.MoveToFront(e)
 		return
 	}
@@ -50,7 +62,7 @@ func (p *Pins) Set(session string, engine uint64) {
 		delete(p.table, last.Value.(*pin).session)
 		p.recent.Remove(last)
 	}
-	p.table[key] = p.recent.PushFront(&pin{session: key, engine: engine})
+	p.table[session] = p.recent.PushFront(&pin{session, engine, at})
 }
 
 // Len is the number of sessions remembered.

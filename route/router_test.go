@@ -1,6 +1,7 @@
 package route
 
 import (
+	"crypto/sha256"
 	"fmt"
 	"slices"
 	"testing"
@@ -230,4 +231,32 @@ func TestRoutersStayInBounds(t *testing.T) {
 			r.Done(c)
 		}
 	})
+}
+
+// A router that knows nothing of a conversation sends it where it was, by what workers say; what it chose itself counts more.
+func TestLearnedConversations(t *testing.T) {
+	key := func(name string) SessionKey { return sha256.Sum256([]byte(name)) }
+	workers := []Worker{{ID: 1, Slot: 0}, {ID: 2, Slot: 1, Content: 100}, {ID: 3, Slot: 2, Content: 200}}
+	for _, r := range []interface {
+		Router
+		Learn(SessionKey, uint64, int64)
+	}{NewConversation(0, 0, nil), NewResidency(NewIndex(10))} {
+		r.Learn(key("a"), 3, 20)
+		r.Learn(key("a"), 2, 10) // older
+		r.Learn(key("b"), 2, 10)
+		r.Learn(key("b"), 3, 30)
+		r.Learn(key("c"), 9, 30) // who is not there
+		for name, want := range map[string]uint64{"a": 3, "b": 3, "c": 1, "d": 1} {
+			if got := workers[r.Pick(Request{Conversation: name}, workers).Index].ID; got != want {
+				t.Errorf("%s: %s went to %d, want %d", r.Name(), name, got, want)
+			}
+		}
+		r.Learn(key("d"), 2, 40)
+		if got := workers[r.Pick(Request{Conversation: "d"}, workers).Index].ID; got != 1 {
+			t.Errorf("%s: d went to %d, though this router had sent it to 1", r.Name(), got)
+		}
+		if r.Needs("a")&NeedTokens != 0 && r.Name() == "conversation" {
+			t.Errorf("%s looks at the tokens of a conversation that it knows", r.Name())
+		}
+	}
 }

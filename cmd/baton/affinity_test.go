@@ -15,7 +15,8 @@ import (
 
 // dialogue is a conversation of which each turn goes on from the last.
 type dialogue struct {
-	id     string
+	id     string // "" for none
+	salt   string // hides its ids from a relay's router
 	ids    []int32
 	held   int    // tokens of the last prompt, which its prefill engine holds
 	engine string // the last prefill engine
@@ -33,12 +34,16 @@ func (f *fleet) turns(t *testing.T, list []*dialogue) (share float64, moved int)
 		d.ids = append(d.ids, prompt(80, uint64(len(d.ids)*100+i))...)
 		could[i] = d.held / block * block
 		running.Go(func() {
-			c, err := f.tryComplete(t.Context(), map[string]any{
-				"prompt": d.ids, "max_tokens": 8, "temperature": 0, "ignore_eos": true, "return_handoff": true,
-				"conversation_params": map[string]any{"conversation_id": d.id},
-			})
+			body := map[string]any{"prompt": d.ids, "max_tokens": 8, "temperature": 0, "ignore_eos": true, "return_handoff": true}
+			if d.id != "" {
+				body["conversation_params"] = map[string]any{"conversation_id": d.id}
+			}
+			if d.salt != "" {
+				body["cache_salt"] = d.salt
+			}
+			c, err := f.tryComplete(t.Context(), body)
 			if err != nil {
-				t.Errorf("%s: %v", d.id, err)
+				t.Errorf("%d: %v", i, err)
 				return
 			}
 			cached[i], engines[i] = c.Usage.PromptTokensDetails.CachedTokens, c.Choices[0].Handoff.PrefillEngine
@@ -126,7 +131,8 @@ func TestAffinityOutlivesTheFrontend(t *testing.T) {
 }
 
 // TestAffinityOutlivesTheRelay: the same where nobody coordinates. A relay that was killed and one that takes its place learn
-// from the engines what they hold before they send them anything, whichever of the two routers chooses.
+// from the engines what they hold, and which sessions they had, before they send them anything, whichever of the two routers
+// chooses: half of the conversations have ids, the other half is known by its tokens.
 func TestAffinityOutlivesTheRelay(t *testing.T) {
 	model := goldenPath("qwen3")
 	flags := []string{"--transfer=tcp", "--kv-memory=64MiB", "--block-size=32"}
@@ -135,7 +141,11 @@ func TestAffinityOutlivesTheRelay(t *testing.T) {
 	decode := httpPart(t, nil, model, wire.RoleDecode, flags...)
 	var list []*dialogue
 	for i := range 8 {
-		list = append(list, &dialogue{id: fmt.Sprintf("session-%d", i), ids: prompt(200, uint64(i))})
+		d := &dialogue{ids: prompt(200, uint64(i))}
+		if i%2 == 0 {
+			d.id, d.salt = fmt.Sprintf("session-%d", i), "salt"
+		}
+		list = append(list, d)
 	}
 	f := relayed(t, nil, prefill, decode, "--prefill="+other.url)
 	f.awaitEngines(t, `"prefill":"2 of 2"`)

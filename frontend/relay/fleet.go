@@ -287,6 +287,22 @@ func (f *fleet) remove(w *worker) {
 	f.events("left", w, "")
 }
 
+// learner is a router that remembers where conversations are.
+type learner interface {
+	Learn(session route.SessionKey, worker uint64, at int64)
+}
+
+// learn tells the routers of a worker's legs that a session had a job there.
+func (f *fleet) learn(w *worker, session route.SessionKey, at int64) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for l, r := range f.routers {
+		if remembers, ok := r.(learner); ok && w.roles[l] {
+			remembers.Learn(session, w.id, at)
+		}
+	}
+}
+
 // has reports whether any worker is known for a leg, well or not.
 func (f *fleet) has(l legKind) bool {
 	f.mu.Lock()

@@ -203,6 +203,8 @@ func (c *cacheView) handle(events []kvevents.Event) {
 		case kvevents.Cleared:
 			c.reset("")
 			c.reporting()
+		case kvevents.Session:
+			c.s.fleet.learn(c.w, route.SessionKey([]byte(e.Blocks[0])), e.At)
 		}
 	}
 }

@@ -17,6 +17,7 @@ const (
 	Stored  Kind = iota + 1 // blocks can be reused from now on
 	Removed                 // blocks are gone
 	Cleared                 // all blocks are gone
+	Session                 // a session has had a job there
 )
 
 // Event is one change of what an engine's cache holds.
@@ -31,6 +32,8 @@ type Event struct {
 	BlockSize int
 	// Digests says that Blocks and Parent are kvcache's digests of all tokens up to there; Tokens are not told then.
 	Digests bool
+	// At is when a session had its job, in Unix milliseconds. Blocks has the SHA-256 of its name then.
+	At int64
 	// Foreign says that more than the tokens makes the blocks what they are: an adapter, or another storage tier.
 	Foreign bool
 }

@@ -60,9 +60,11 @@ func (p *Poll) decodeOurs(b []byte) (events []Event, gap bool, err error) {
 		More      bool   `json:"more"`
 		BlockSize int    `json:"block_size"`
 		Events    []struct {
-			Type   string   `json:"type"`
-			Parent []byte   `json:"parent"`
-			Blocks [][]byte `json:"blocks"`
+			Type    string   `json:"type"`
+			Parent  []byte   `json:"parent"`
+			Blocks  [][]byte `json:"blocks"`
+			Session []byte   `json:"session"`
+			At      int64    `json:"at"`
 		} `json:"events"`
 	}
 	if err := json.Unmarshal(b, &a); err != nil {
@@ -81,6 +83,8 @@ func (p *Poll) decodeOurs(b []byte) (events []Event, gap bool, err error) {
 			e.Kind = Stored
 		case "removed":
 			e.Kind = Removed
+		case "session":
+			e.Kind, e.At, e.BlockSize, one.Blocks = Session, one.At, 0, [][]byte{one.Session}
 		default:
 			continue
 		}

@@ -35,11 +35,13 @@ func TestPoll(t *testing.T) {
 	stored.Parent, stored.Blocks = digestOf(2), []string{digestOf(3)}
 	decode(`{"cursor":"a.2.2","block_size":16,"events":[{"type":"stored","parent":`+b64(2)+`,"blocks":[`+b64(3)+`]},{"type":"new"},{"type":"removed","blocks":[`+b64(1)+`]}]}`,
 		false, "?cursor=a.2.2&wait=10", true, true, stored, Event{Kind: Removed, Digests: true, BlockSize: 16, Blocks: []string{digestOf(1)}})
+	decode(`{"cursor":"a.3.3","block_size":16,"events":[{"type":"session","session":`+b64(7)+`,"at":1234}]}`, false, "?cursor=a.3.3&wait=10", true, true,
+		Event{Kind: Session, Digests: true, Blocks: []string{digestOf(7)}, At: 1234})
 	decode(`{"cursor":"b.1.1","reset":true,"block_size":0,"events":[]}`, true, "?cursor=b.1.1&wait=10", true, true)
 	for _, bad := range []string{
 		`{`, `{}`, `{"cursor":"` + strings.Repeat("x", 300) + `"}`, `{"cursor":"b.1.1","more":true}`,
 		`{"cursor":"c","block_size":16,"events":[{"type":"stored","blocks":["AAAA"]}]}`, `{"cursor":"c","block_size":16,"events":[{"type":"stored","parent":"AAAA","blocks":[]}]}`,
-		`{"cursor":"c","block_size":0,"events":[{"type":"stored","blocks":[` + b64(1) + `]}]}`,
+		`{"cursor":"c","events":[{"type":"session"}]}`, `{"cursor":"c","block_size":0,"events":[{"type":"stored","blocks":[` + b64(1) + `]}]}`,
 	} {
 		if events, _, err := p.Decode([]byte(bad)); err == nil {
 			t.Errorf("%s: %+v", bad, events)
@@ -70,7 +72,7 @@ func FuzzPoll(f *testing.F) {
 		}
 		for _, e := range events {
 			switch {
-			case e.Kind < Stored || e.Kind > Cleared:
+			case e.Kind < Stored || e.Kind > Session:
 				t.Fatal(e.Kind)
 			case e.Kind == Stored && e.BlockSize < 1:
 				t.Fatal(e.BlockSize)
