@@ -286,10 +286,11 @@ func (x *exchange) acquire(l legKind, avoid ...*worker) (*lease, error) {
 // once the request is on its way.
 func (x *exchange) call(at *lease, l leg, sent func()) (*answer, error) {
 	c := &call{method: http.MethodPost, path: x.r.path, body: l.body, header: append(x.trace(at), l.header...), sent: sent}
-	a, err := at.w.endpoint.do(x.legs, c, x.s.cfg.Timeouts.Leg)
+	a, err := at.w.endpoint.do(at.call(x.legs), c, x.s.cfg.Timeouts.Leg)
 	if err != nil {
 		return nil, x.fail(at, err)
 	}
+	at.answering(a.conn.Conn)
 	if a.status == http.StatusOK {
 		return a, nil
 	}
@@ -321,10 +322,13 @@ func (x *exchange) fail(at *lease, err error) error {
 	if slices.Contains(x.failed, at.w) {
 		outcome = failedAgain
 	}
+	lost := at.lostWorker()
 	var said *engineError
 	switch {
 	case x.legs.Err() != nil:
 		outcome, label = canceled, "canceled"
+	case lost != nil:
+		err, label = lost, "lost"
 	case errors.As(err, &said) && said.status == http.StatusGone:
 		outcome, label = succeeded, "gone" // what the prefill leg left is not there any more: it takes another
 	case errors.As(err, &said) && said.status < 500:

@@ -4,9 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
 	"net/http"
 	"slices"
 	"sync"
+	"syscall"
 	"time"
 
 	"go.opentelemetry.io/otel/attribute"
@@ -34,12 +36,13 @@ type fleet struct {
 	lastID  uint64
 	events  func(event string, w *worker, reason string) // of health and breakers, for logs and metrics; called with the lock
 
+	quiet      time.Duration  // for so long nothing has come from a leg that is lost
 	candidates []*worker      // scratch
 	view       []route.Worker // scratch
 }
 
 func newFleet(prefill, decode route.Router) *fleet {
-	return &fleet{routers: [2]route.Router{prefill, decode}, changed: make(chan struct{}), events: func(string, *worker, string) {}}
+	return &fleet{routers: [2]route.Router{prefill, decode}, changed: make(chan struct{}), quiet: probeTimeout, events: func(string, *worker, string) {}}
 }
 
 // lease is a worker's promise to take a leg. It must be ended.
@@ -52,6 +55,10 @@ type lease struct {
 	trial   bool
 	ended   bool
 	span    *tracing.Span
+
+	cancel context.CancelCauseFunc // guarded: of the leg's call, nil before that
+	conn   net.Conn                // guarded: where its answer comes from, nil before that has begun
+	lost   error                   // guarded: why the leg was ended from outside
 }
 
 // outcome is how a leg went for the worker.
@@ -142,7 +149,9 @@ func (f *fleet) take(l legKind, q route.Request, content int64, list []*worker) 
 	w := list[choice.Index]
 	w.requests[l]++
 	w.content += content
-	return &lease{f: f, w: w, leg: l, choice: choice, content: content, trial: w.breaker.begin(time.Now())}
+	at := &lease{f: f, w: w, leg: l, choice: choice, content: content, trial: w.breaker.begin(time.Now())}
+	w.running[at] = struct{}{}
+	return at
 }
 
 // end gives the lease back. Only the first call counts.
@@ -158,6 +167,7 @@ func (l *lease) end(o outcome) {
 		l.span.Note(attribute.Bool("baton.failed", o == failedLeg || o == failedAgain))
 		l.span.End(nil)
 	}
+	delete(w.running, l)
 	f.routers[l.leg].Done(l.choice)
 	w.requests[l.leg]--
 	w.content -= l.content
@@ -254,7 +264,7 @@ func (f *fleet) add(spec Worker, l legKind, e func() *endpoint, hostname string)
 		slot++
 	}
 	f.lastID++
-	w = &worker{Worker: spec, id: f.lastID, slot: slot, hostname: hostname, endpoint: e(), kick: make(chan struct{}, 1), identified: make(chan struct{}), told: make(chan struct{})}
+	w = &worker{Worker: spec, id: f.lastID, slot: slot, hostname: hostname, endpoint: e(), kick: make(chan struct{}, 1), running: make(map[*lease]struct{}), identified: make(chan struct{}), told: make(chan struct{})}
 	w.roles[l] = true
 	f.workers = append(f.workers, w)
 	return w, true
@@ -358,8 +368,60 @@ func (f *fleet) setHealth(w *worker, roles [2]bool, err error, failures int) boo
 			f.events("not healthy", w, err.Error())
 		}
 		w.healthy, w.joined, w.trouble = false, false, err.Error()
+		if failures >= probeFailures && hangs(err) {
+			f.lose(w, err)
+		}
 	}
 	return w.healthy
+}
+
+// hangs reports whether a probe failed as it does when a process hangs, or its host is away. A process that refuses
+// connections may be ending what it has.
+func hangs(err error) bool {
+	var n net.Error
+	return errors.Is(err, errTimeout) || errors.Is(err, errDial) && errors.As(err, &n) && n.Timeout() ||
+		errors.Is(err, syscall.EHOSTUNREACH) || errors.Is(err, syscall.ENETUNREACH)
+}
+
+// lostError ends the legs of a worker that hangs, or cannot be reached any more.
+type lostError struct{ err error }
+
+func (e *lostError) Error() string {
+	return "it has answered no health check for a while: " + e.err.Error()
+}
+
+// lose ends the legs of a worker that does not even answer whether it is well. Those whose answers still arrive go on: an
+// overloaded host may take no more connections and yet serve those that it has.
+func (f *fleet) lose(w *worker, err error) {
+	for l := range w.running {
+		if l.cancel != nil && l.lost == nil && (l.conn == nil || sinceReceived(l.conn) >= f.quiet) {
+			l.lost = &lostError{err}
+			l.cancel(l.lost)
+		}
+	}
+}
+
+// call gives the lease a context for its leg's call, which ends with ctx and when the worker is lost.
+func (l *lease) call(ctx context.Context) context.Context {
+	ctx, cancel := context.WithCancelCause(ctx)
+	l.f.mu.Lock()
+	defer l.f.mu.Unlock()
+	l.cancel, l.conn = cancel, nil
+	return ctx
+}
+
+// answering notes where the leg's answer comes from.
+func (l *lease) answering(c net.Conn) {
+	l.f.mu.Lock()
+	defer l.f.mu.Unlock()
+	l.conn = c
+}
+
+// lostWorker is why the leg was ended from outside, nil if it was not.
+func (l *lease) lostWorker() error {
+	l.f.mu.Lock()
+	defer l.f.mu.Unlock()
+	return l.lost
 }
 
 // isUnavailable reports whether a worker itself said that it is not well.

@@ -42,6 +42,7 @@ type worker struct {
 	breaker  breaker                // guarded
 	requests [2]int                 // guarded: by leg
 	content  int64                  // guarded: bytes of their text
+	running  map[*lease]struct{}    // guarded: its legs
 	idle     chan struct{}          // guarded: closed when it is leaving and has no request; nil before it leaves
 
 	stop    context.CancelFunc // of its watcher
@@ -88,9 +89,9 @@ func (w *worker) takes(l legKind) bool {
 
 // Watching.
 const (
-	probeTimeout  = 5 * time.Second
-	probeEvery    = 5 * time.Second
-	probeAgain    = time.Second // while the worker is not healthy
+	probeTimeout  = 4 * time.Second
+	probeEvery    = 3 * time.Second
+	probeAgain    = time.Second // after a probe that failed
 	probeFailures = 3           // in a row, before a worker that still accepts connections counts as lost
 	maxProbe      = 1 << 20     // bytes of an answer to a probe
 )
@@ -118,7 +119,7 @@ func (s *Server) watch(ctx context.Context, w *worker) {
 			failures++
 		}
 		next := probeEvery
-		if !s.fleet.setHealth(w, roles, err, failures) {
+		if !s.fleet.setHealth(w, roles, err, failures) || failures > 0 {
 			next = probeAgain
 		}
 		w.endpoint.expire(time.Now())
@@ -134,7 +135,11 @@ func (s *Server) probe(ctx context.Context, w *worker) error {
 	if s.fleet.hasJoined(w) {
 		return nil
 	}
-	return s.identify(ctx, w)
+	err := s.identify(ctx, w)
+	if errors.Is(err, errTimeout) {
+		return fmt.Errorf("/health answers, but there is %s", err) // it does not hang
+	}
+	return err
 }
 
 // statusError is an answer to a probe that is not 200.
@@ -150,24 +155,32 @@ func (s *Server) ask(ctx context.Context, w *worker, path string) ([]byte, error
 	return s.askEndpoint(ctx, w.endpoint, path)
 }
 
-func (s *Server) askEndpoint(ctx context.Context, e *endpoint, path string) ([]byte, error) {
-	ctx, cancel := context.WithTimeout(ctx, probeTimeout)
+func (s *Server) askEndpoint(parent context.Context, e *endpoint, path string) ([]byte, error) {
+	ctx, cancel := context.WithTimeout(parent, probeTimeout)
 	defer cancel()
 	for {
-		a, err := e.do(ctx, &call{method: http.MethodGet, path: path, header: s.engineAuth("")}, probeTimeout)
-		if errors.Is(err, errStale) {
+		body, err := s.askOnce(ctx, e, path)
+		switch {
+		case errors.Is(err, errStale):
 			continue
-		}
-		if err != nil {
-			return nil, err
-		}
-		defer a.close()
-		body, err := a.readAll(nil, maxProbe)
-		if err == nil && a.status != http.StatusOK {
-			err = &statusError{path, a.status}
+		case err != nil && parent.Err() == nil && ctx.Err() != nil, errors.Is(err, errTimeout):
+			err = failed(errTimeout, fmt.Errorf("%s within %v", path, probeTimeout))
 		}
 		return body, err
 	}
+}
+
+func (s *Server) askOnce(ctx context.Context, e *endpoint, path string) ([]byte, error) {
+	a, err := e.do(ctx, &call{method: http.MethodGet, path: path, header: s.engineAuth("")}, probeTimeout)
+	if err != nil {
+		return nil, err
+	}
+	defer a.close()
+	body, err := a.readAll(nil, maxProbe)
+	if err == nil && a.status != http.StatusOK {
+		err = &statusError{path, a.status}
+	}
+	return body, err
 }
 
 // identify finds out what a worker is and refuses one that is not like the others. As long as no prefill worker is

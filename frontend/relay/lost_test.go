@@ -1,0 +1,159 @@
+package relay
+
+import (
+	"errors"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+)
+
+// hang makes an engine keep what it gets, after it has said something if that is not empty.
+func (f *fake) hang(say string) {
+	f.set(func() {
+		f.before = func(_ int, w http.ResponseWriter, r *http.Request) bool {
+			if say != "" {
+				w.Header().Set("Content-Type", "text/event-stream")
+				io.WriteString(w, say)
+				w.(http.Flusher).Flush()
+			}
+			select {
+			case <-r.Context().Done():
+			case <-f.closed:
+			}
+			return true
+		}
+	})
+}
+
+// unheard is what a watcher does when probes of a worker get no answer.
+func (r *relayed) unheard(f *fake, err error) {
+	r.t.Helper()
+	for _, w := range r.s.fleet.all() {
+		if w.URL == f.URL {
+			for n := range probeFailures {
+				r.s.fleet.setHealth(w, r.s.fleet.rolesOf(w), err, n+1)
+			}
+			return
+		}
+	}
+	r.t.Fatal("no such worker")
+}
+
+var errUnheard = failed(errTimeout, errors.New("/health"))
+
+// Requests of a worker that is found to hang, though its socket is open, go to another one.
+func TestLegsLeaveWorkersThatHang(t *testing.T) {
+	for _, kind := range []string{"trtllm", "sglang", "plain"} {
+		for l := prefillLeg; l <= decodeLeg; l++ {
+			if kind == "plain" && l == prefillLeg {
+				continue
+			}
+			prefill := []*fake{newFake(t, kind, nil), newFake(t, kind, nil)}
+			decode := []*fake{newFake(t, kind, prefill[0]), newFake(t, kind, prefill[0])}
+			for _, d := range decode {
+				d.more = prefill[1:]
+			}
+			if kind == "plain" {
+				prefill = nil
+			}
+			r := relayTo(t, prefill, decode, func(c *Config) { c.PrefillRouter, c.DecodeRouter = "round_robin", "round_robin" })
+			pool := [][]*fake{prefill, decode}[l]
+			r.await(func() bool { return r.metric("worker_healthy") == float64(len(prefill)+len(decode)) })
+			pool[0].hang("")
+			pool[1].hang("")
+			got := make(chan result, 1)
+			go func() { got <- r.post(completionsPath, simple) }()
+			stuck := 0
+			r.await(func() bool {
+				stuck = len(pool[1].requests())
+				return stuck+len(pool[0].requests()) == 1
+			})
+			pool[1-stuck].set(func() { pool[1-stuck].before = nil })
+			r.unheard(pool[stuck], errUnheard)
+			select {
+			case got := <-got:
+				r.read(got)
+			case <-time.After(5 * time.Second):
+				t.Fatalf("%s: the request waits for a %v worker that is known to hang", kind, l)
+			}
+			r.await(func() bool { return r.metric("worker_requests") == 0 })
+		}
+	}
+}
+
+// A stream that has begun ends with an error when its worker hangs, and not while anything comes of it.
+func TestStreamsOfWorkersThatHang(t *testing.T) {
+	r := newRelay(t, "trtllm", nil)
+	r.decode.hang("data: {\"choices\":[]}\n\n")
+	req, _ := http.NewRequestWithContext(t.Context(), "POST", r.URL+completionsPath, strings.NewReader(streamed))
+	res, err := http.DefaultTransport.RoundTrip(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer res.Body.Close()
+	begun := make([]byte, 5)
+	if _, err := io.ReadFull(res.Body, begun); err != nil {
+		t.Fatal(err)
+	}
+	r.unheard(r.decode, errUnheard) // a token came a moment ago
+	if n := r.metric("worker_requests"); n != 1 {
+		t.Fatalf("%v legs run", n)
+	}
+	r.s.fleet.mu.Lock()
+	r.s.fleet.quiet = 0
+	r.s.fleet.mu.Unlock()
+	r.unheard(r.decode, errUnheard)
+	rest, err := io.ReadAll(res.Body)
+	if err == nil && (!strings.Contains(string(rest), `"code":"engine_lost"`) || strings.Contains(string(rest), "[DONE]")) {
+		t.Errorf("%q", rest)
+	}
+	if n := len(r.prefill.requests()); n != 1 {
+		t.Errorf("%d prefill legs", n)
+	}
+}
+
+// A worker that says that it is not well, or takes no new connections, ends what it has.
+func TestLegsStayWithWorkersThatLeave(t *testing.T) {
+	r := newRelay(t, "trtllm", nil)
+	done := make(chan struct{})
+	r.decode.set(func() {
+		r.decode.before = func(int, http.ResponseWriter, *http.Request) bool {
+			<-done
+			return false
+		}
+	})
+	got := make(chan result, 1)
+	go func() { got <- r.post(completionsPath, simple) }()
+	r.await(func() bool { return len(r.decode.requests()) == 1 })
+	r.unheard(r.decode, &statusError{"/health", 503})
+	r.unheard(r.decode, failed(errDial, &net.OpError{Err: os.NewSyscallError("connect", syscall.ECONNREFUSED)}))
+	close(done)
+	r.read(<-got)
+	if n := len(r.decode.requests()); n != 1 {
+		t.Errorf("sent %d times", n)
+	}
+}
+
+// TestHangs: which errors of probes mean that nothing more is to be expected.
+func TestHangs(t *testing.T) {
+	for _, c := range []struct {
+		err  error
+		want bool
+	}{
+		{errUnheard, true},
+		{failed(errDial, &net.OpError{Op: "dial", Err: os.ErrDeadlineExceeded}), true},
+		{failed(errDial, &net.OpError{Op: "dial", Err: os.NewSyscallError("connect", syscall.EHOSTUNREACH)}), true},
+		{failed(errDial, &net.OpError{Op: "dial", Err: os.NewSyscallError("connect", syscall.ECONNREFUSED)}), false},
+		{failed(errReset, io.EOF), false},
+		{&statusError{"/health", 503}, false},
+	} {
+		if got := hangs(c.err); got != c.want {
+			t.Errorf("%v: %t", c.err, got)
+		}
+	}
+}
