@@ -11,6 +11,8 @@ type chunks struct {
 	tail bool  // the CRLF behind a chunk's data is to come
 	last bool  // the last chunk was seen; trailers follow
 	end  bool  // all was seen
+
+	data func([]byte) // is shown the data in turn, unless nil
 }
 
 // between reports whether whole chunks were taken, so that others can follow.
@@ -33,6 +35,9 @@ func (c *chunks) scan(b []byte) (forward, taken int, err error) {
 			n := min(c.left, int64(len(rest)))
 			c.left -= n
 			c.tail = c.left == 0
+			if c.data != nil {
+				c.data(rest[:n])
+			}
 			taken += int(n)
 			forward = taken
 			continue

@@ -107,9 +107,10 @@ func (x *exchange) client() (net.Conn, bool) {
 }
 
 // copyChunks copies a stream together with its framing, from one connection's buffer to the other connection.
-func (x *exchange) copyChunks(a *answer, client net.Conn, start time.Time) error {
-	var framing chunks
-	defer func() { x.broken = !framing.between() }()
+func (x *exchange) copyChunks(a *answer, client net.Conn, start time.Time) (err error) {
+	var end ending
+	framing := chunks{data: end.add}
+	defer func() { x.broken = err != nil && x.began && !(framing.between() && end.between()) }()
 	pump := newPump(x, a, client, &framing)
 	first := time.Time{}
 	for !framing.end {
@@ -148,6 +149,9 @@ func (x *exchange) copyChunks(a *answer, client net.Conn, start time.Time) error
 	if first.IsZero() {
 		return failed(errReset, errEmptyStream)
 	}
+	if err := end.check(); err != nil {
+		return err
+	}
 	x.s.metrics.decode.Observe(time.Since(first).Seconds())
 	return nil
 }
@@ -162,46 +166,56 @@ func streamError(err error) error {
 	return failed(errReset, err)
 }
 
-// copyEvents copies a stream event by event and merges the prompt's usage into theirs, if there is one.
-func (x *exchange) copyEvents(a *answer, start time.Time, prompt []byte) error {
+// copyEvents copies a stream event by event and merges the prompt's usage into theirs, if there is one. The client gets no
+// part of an event.
+func (x *exchange) copyEvents(a *answer, start time.Time, prompt []byte) (err error) {
 	buf := streamBuffers.Get().(*[streamBuffer]byte)
 	defer streamBuffers.Put(buf)
 	var events eventBuffer
+	var end ending
+	defer func() { x.broken = err != nil && x.began && !end.between() }()
 	first := time.Time{}
+	send := func(b []byte) error {
+		if len(b) == 0 {
+			return nil
+		}
+		if first.IsZero() {
+			first = time.Now()
+			x.s.metrics.transfer.Observe(first.Sub(start).Seconds())
+			x.beginEvents()
+		}
+		end.add(b)
+		if err := x.write(mergeEvents(b, prompt)); err != nil {
+			return err
+		}
+		return x.flush()
+	}
 	for {
 		a.within(x.s.cfg.Timeouts.Stream)
 		n, err := a.Read(buf[:])
-		if n > 0 {
-			if first.IsZero() {
-				first = time.Now()
-				x.s.metrics.transfer.Observe(first.Sub(start).Seconds())
-				x.beginEvents()
-			}
-			if err := x.events(mergeEvents(events.next(buf[:n]), prompt)); err != nil {
-				return err
-			}
+		if err := send(events.next(buf[:n])); err != nil {
+			return err
 		}
 		switch {
 		case err == nil:
+			continue
 		case err != io.EOF:
 			return streamError(err)
-		case first.IsZero():
-			return failed(errReset, errEmptyStream)
-		default:
-			x.s.metrics.decode.Observe(time.Since(first).Seconds())
-			return x.write(events.rest())
 		}
-	}
-}
-
-func (x *exchange) events(b []byte) error {
-	if len(b) == 0 {
+		if rest := events.rest(); string(eventData(rest)) == doneData { // its empty line is missing
+			if err := send(rest); err != nil {
+				return err
+			}
+		}
+		if first.IsZero() {
+			return failed(errReset, errEmptyStream)
+		}
+		if err := end.check(); err != nil {
+			return err
+		}
+		x.s.metrics.decode.Observe(time.Since(first).Seconds())
 		return nil
 	}
-	if err := x.write(b); err != nil {
-		return err
-	}
-	return x.flush()
 }
 
 // begin sends the answer's head; from here on nothing is retried.
