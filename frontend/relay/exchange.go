@@ -37,8 +37,9 @@ type exchange struct {
 	deadline time.Time // of writes, as last set
 	failed   []*worker // that the next try passes over
 	tries    int
-	route    string // what the answer's header says of the way
-	silent   string // the worker whose prefill leg was silent
+	waited   time.Duration // for a decode worker, before the prefill leg
+	route    string        // what the answer's header says of the way
+	silent   string        // the worker whose prefill leg was silent
 	workers  [2]string
 }
 
@@ -236,6 +237,11 @@ func (x *exchange) attempt() error {
 			return err
 		}
 	}
+	start := time.Now()
+	if err := x.s.fleet.awaitDecode(x.ctx, x.s.cfg.WorkerWait); err != nil { // lest a prompt be computed for nothing
+		return noWorker(err)
+	}
+	x.waited = time.Since(start)
 	source, err := x.acquire(prefillLeg)
 	if err != nil {
 		return err
@@ -264,22 +270,31 @@ func (x *exchange) acquire(l legKind, avoid ...*worker) (*lease, error) {
 	q := x.r.routing(x.s.fleet.need(l, x.r.conversation), x.s.held.blockSize())
 	got, err := x.s.fleet.acquire(x.ctx, l, q, int64(len(x.r.content)), append(avoid, x.failed...), x.s.cfg.WorkerWait)
 	if err != nil {
-		var none *noWorkerError
-		if errors.As(err, &none) {
-			return nil, &apiError{
-				status: http.StatusServiceUnavailable, kind: "service_unavailable_error", code: "no_worker", retryAfter: 1,
-				message: none.Error(),
-			}
-		}
-		return nil, err
+		return nil, noWorker(err)
 	}
 	x.workers[l] = got.w.URL
-	x.s.metrics.queue.WithLabelValues(l.String()).Observe(time.Since(start).Seconds())
+	waited := time.Since(start)
+	if l == decodeLeg {
+		waited, x.waited = waited+x.waited, 0
+	}
+	x.s.metrics.queue.WithLabelValues(l.String()).Observe(waited.Seconds())
 	x.s.metrics.routes.WithLabelValues(l.String(), got.choice.Reason).Inc()
 	if l == prefillLeg {
 		x.s.metrics.predicted.Add(float64(got.choice.Match))
 	}
 	return got, nil
+}
+
+// noWorker is what a client is told when a leg has no worker.
+func noWorker(err error) error {
+	var none *noWorkerError
+	if !errors.As(err, &none) {
+		return err
+	}
+	return &apiError{
+		status: http.StatusServiceUnavailable, kind: "service_unavailable_error", code: "no_worker", retryAfter: 1,
+		message: none.Error(),
+	}
 }
 
 // call sends a leg and reads the head of its answer; whatever is not 200 is an error. sent may be nil; it is called

@@ -88,17 +88,36 @@ func (f *fleet) need(l legKind, conversation string) route.Need {
 
 // acquire chooses a worker for a leg. avoid are workers that get it only if there is no other. When there is none at
 // all, it waits for one.
-func (f *fleet) acquire(ctx context.Context, l legKind, q route.Request, content int64, avoid []*worker, wait time.Duration) (*lease, error) {
+func (f *fleet) acquire(ctx context.Context, l legKind, q route.Request, content int64, avoid []*worker, wait time.Duration) (at *lease, err error) {
+	err = f.wait(ctx, l, wait, func() bool {
+		list := f.choosable(l, avoid, time.Now())
+		if len(list) > 0 {
+			at = f.take(l, q, content, list)
+		}
+		return at != nil
+	})
+	return at, err
+}
+
+// awaitDecode waits until a decode worker could take a leg, or a prefill worker serves whole requests.
+func (f *fleet) awaitDecode(ctx context.Context, wait time.Duration) error {
+	return f.wait(ctx, decodeLeg, wait, func() bool {
+		return slices.ContainsFunc(f.workers, func(w *worker) bool { return w.takes(decodeLeg) || w.takes(prefillLeg) && w.known().whole })
+	})
+}
+
+// wait calls done, with the lock, until it reports true: at once and whenever a worker may have become available for the
+// leg.
+func (f *fleet) wait(ctx context.Context, l legKind, wait time.Duration, done func() bool) error {
 	var timeout <-chan time.Time
 	for {
 		f.mu.Lock()
-		now := time.Now()
-		if list := f.choosable(l, avoid, now); len(list) > 0 {
-			defer f.mu.Unlock()
-			return f.take(l, q, content, list), nil
+		if done() {
+			f.mu.Unlock()
+			return nil
 		}
 		changed := f.changed
-		err := &noWorkerError{l, f.whyNone(l, now)}
+		err := &noWorkerError{l, f.whyNone(l, time.Now())}
 		f.mu.Unlock()
 		if timeout == nil {
 			timer := time.NewTimer(wait)
@@ -108,9 +127,9 @@ func (f *fleet) acquire(ctx context.Context, l legKind, q route.Request, content
 		select {
 		case <-changed:
 		case <-timeout:
-			return nil, err
+			return err
 		case <-ctx.Done():
-			return nil, context.Cause(ctx)
+			return context.Cause(ctx)
 		}
 	}
 }
