@@ -27,10 +27,12 @@ func isEvents(h http.Header) bool {
 // be merged into the answer's. start is when the leg began.
 func (x *exchange) deliver(at *lease, a *answer, start time.Time, prompt []byte) error {
 	defer a.close()
-	var err error
-	if isEvents(a.header) {
+	err := x.checkHead(a)
+	switch {
+	case err != nil:
+	case x.r.stream:
 		err = x.stream(a, start, prompt)
-	} else {
+	default:
 		err = x.whole(a, start, prompt)
 	}
 	switch {
@@ -59,12 +61,24 @@ func (x *exchange) whole(a *answer, start time.Time, prompt []byte) error {
 	}
 	*buf = body
 	x.s.metrics.transfer.Observe(time.Since(start).Seconds())
-	out := pieces{body}
+	completion, err := readCompletion(body)
+	if err != nil {
+		return err
+	}
+	var e edit
 	if prompt != nil {
-		out = mergeUsage(body, prompt)
+		if usage := mergedUsage(completion.get("usage"), prompt); usage != nil {
+			e.put("usage", usage)
+		}
 	}
 	if x.s.cfg.RolloutFields && x.r.chat {
-		out = withRollout(out)
+		if choices := rolloutChoices(&completion); choices != nil {
+			e.put("choices", choices)
+		}
+	}
+	out := pieces{body}
+	if len(e.set) > 0 {
+		out = e.apply(&completion)
 	}
 	h := x.w.Header()
 	if kind := a.header.Get("Content-Type"); kind != "" {
@@ -110,11 +124,19 @@ func (x *exchange) client() (net.Conn, bool) {
 func (x *exchange) copyChunks(a *answer, client net.Conn, start time.Time) (err error) {
 	var end ending
 	framing := chunks{data: end.add}
-	defer func() { x.broken = err != nil && x.began && !(framing.between() && end.between()) }()
+	defer func() { x.leave(err, &end, framing.between()) }()
+	if err := awaitEvent(a); err != nil {
+		return err
+	}
+	first := time.Now()
+	x.s.metrics.transfer.Observe(first.Sub(start).Seconds())
+	x.beginEvents()
+	if err := x.flush(); err != nil {
+		return err
+	}
 	pump := newPump(x, a, client, &framing)
-	first := time.Time{}
 	for !framing.end {
-		if pump != nil && x.began && a.conn.br.Buffered() == 0 {
+		if pump != nil && a.conn.br.Buffered() == 0 {
 			if err := pump.run(); err != nil {
 				return err
 			}
@@ -129,14 +151,6 @@ func (x *exchange) copyChunks(a *answer, client net.Conn, start time.Time) (err 
 			return failed(errAnswer, err)
 		}
 		if forward > 0 {
-			if first.IsZero() {
-				first = time.Now()
-				x.s.metrics.transfer.Observe(first.Sub(start).Seconds())
-				x.beginEvents()
-				if err := x.flush(); err != nil {
-					return err
-				}
-			}
 			x.extendDeadline()
 			if _, err := client.Write(b[:forward]); err != nil {
 				return errClientGone
@@ -146,9 +160,6 @@ func (x *exchange) copyChunks(a *answer, client net.Conn, start time.Time) (err 
 		a.within(x.s.cfg.Timeouts.Stream)
 	}
 	a.done = true
-	if first.IsZero() {
-		return failed(errReset, errEmptyStream)
-	}
 	if err := end.check(); err != nil {
 		return err
 	}
@@ -156,7 +167,13 @@ func (x *exchange) copyChunks(a *answer, client net.Conn, start time.Time) (err 
 	return nil
 }
 
-var errEmptyStream = errors.New("the stream is empty")
+// leave notes how the client is left when a stream has failed.
+func (x *exchange) leave(err error, end *ending, between bool) {
+	if err != nil && x.began {
+		x.broken = !between || !end.between()
+		x.told = errors.As(end.check(), new(*engineError))
+	}
+}
 
 // streamError is an error of reading a stream.
 func streamError(err error) error {
@@ -173,13 +190,18 @@ func (x *exchange) copyEvents(a *answer, start time.Time, prompt []byte) (err er
 	defer streamBuffers.Put(buf)
 	var events eventBuffer
 	var end ending
-	defer func() { x.broken = err != nil && x.began && !end.between() }()
+	defer func() { x.leave(err, &end, true) }()
 	first := time.Time{}
 	send := func(b []byte) error {
 		if len(b) == 0 {
 			return nil
 		}
 		if first.IsZero() {
+			if eventsEnd(b, 0) > 0 { // or it is too large to wait for, so no error
+				if err := checkEvent(b); err != nil {
+					return err
+				}
+			}
 			first = time.Now()
 			x.s.metrics.transfer.Observe(first.Sub(start).Seconds())
 			x.beginEvents()
@@ -202,13 +224,14 @@ func (x *exchange) copyEvents(a *answer, start time.Time, prompt []byte) (err er
 		case err != io.EOF:
 			return streamError(err)
 		}
-		if rest := events.rest(); string(eventData(rest)) == doneData { // its empty line is missing
+		rest := events.rest()
+		if string(eventData(rest)) == doneData { // its empty line is missing
 			if err := send(rest); err != nil {
 				return err
 			}
 		}
-		if first.IsZero() {
-			return failed(errReset, errEmptyStream)
+		if first.IsZero() && len(rest) == 0 {
+			return failed(errNone, errEmptyStream)
 		}
 		if err := end.check(); err != nil {
 			return err
@@ -278,7 +301,7 @@ func (x *exchange) sendError(err error) int {
 		return e.status // finish breaks the connection
 	}
 	if x.began {
-		if isEvents(x.w.Header()) {
+		if isEvents(x.w.Header()) && !x.told {
 			_ = x.write(append(e.appendJSON([]byte("data: ")), "\n\n"...))
 			_ = x.flush()
 		}
@@ -289,8 +312,8 @@ func (x *exchange) sendError(err error) int {
 	}
 	var said *engineError
 	if errors.As(err, &said) && e.status == said.status {
-		if said.contentType != "" {
-			x.w.Header().Set("Content-Type", said.contentType)
+		if kind := said.header.Get("Content-Type"); kind != "" {
+			x.w.Header().Set("Content-Type", kind)
 		}
 		if e.retryAfter > 0 {
 			x.w.Header().Set("Retry-After", strconv.Itoa(e.retryAfter))
@@ -322,8 +345,11 @@ func clientError(err error) *apiError {
 	var leg *legError
 	if errors.As(err, &leg) {
 		code := "engine_lost"
-		if errors.Is(err, errTimeout) {
+		switch {
+		case errors.Is(err, errTimeout):
 			code = "engine_timeout"
+		case errors.Is(err, errNone):
+			code = "engine_failed"
 		}
 		return &apiError{status: http.StatusInternalServerError, kind: "server_error", code: code, message: err.Error()}
 	}

@@ -80,6 +80,9 @@ func parsePrefilled(raw []byte) (*prefilled, error) {
 	if p.top, err = scanObject(raw); err != nil {
 		return nil, err
 	}
+	if said := errorIn(&p.top); said != nil {
+		return nil, said
+	}
 	choices, err := scanArray(p.top.get("choices"), maxPrompts)
 	if err != nil || len(choices) == 0 {
 		return nil, errors.New("the answer has no choices")

@@ -232,12 +232,20 @@ func TestRollout(t *testing.T) {
 		{`{"choices":[{` + message + `},{` + message + `}],"prompt_token_ids":[1,2]}`, ""},
 		{`{"choices":[{` + strings.Replace(message+`,`+probs, "token_id:4", "four", 1) + `}],"prompt_token_ids":[1,2]}`, ""},
 		{`{"choices":[{` + bundle + `,` + probs + `}],"prompt_token_ids":[1,2]}`, ""},
-		{`nonsense`, ""},
+		{`{"choices":"nonsense"}`, ""},
 	} {
 		if c.want == "" {
 			c.want = c.answer
 		}
-		if got := string(withRollout(pieces{[]byte(c.answer)}).join()); got != c.want {
+		answer, err := scanObject([]byte(c.answer))
+		if err != nil {
+			t.Fatal(err)
+		}
+		var e edit
+		if choices := rolloutChoices(&answer); choices != nil {
+			e.put("choices", choices)
+		}
+		if got := string(e.apply(&answer).join()); got != c.want {
 			t.Errorf("%s\nbecame %s\nwant   %s", c.answer, got, c.want)
 		}
 	}

@@ -29,12 +29,6 @@ func (e *ending) add(b []byte) {
 // between reports whether another event can follow.
 func (e *ending) between() bool { return e.n == 0 || eventsEnd(e.buf[:e.n], e.n-1) == e.n }
 
-// last is the data of the last event.
-func (e *ending) last() []byte {
-	b := bytes.TrimRight(e.buf[:e.n], "\r\n")
-	return eventData(b[eventsEnd(b, 0):])
-}
-
 // doneData is what the last event of a whole stream has.
 const doneData = "[DONE]"
 
@@ -43,10 +37,27 @@ var (
 	errEnd = errors.New("it ends without [DONE]")
 )
 
-// check judges a stream that has ended.
+// check judges a stream that has ended: an *engineError is one that the client has got as the last event.
 func (e *ending) check() error {
-	if string(e.last()) == doneData {
-		return nil
+	data, before := lastData(e.buf[:e.n])
+	done := string(data) == doneData
+	if done {
+		data, _ = lastData(before)
 	}
-	return failed(errCut, errEnd)
+	if o, err := scanObject(data); err == nil {
+		if said := errorIn(&o); said != nil {
+			return said
+		}
+	}
+	if !done {
+		return failed(errCut, errEnd)
+	}
+	return nil
+}
+
+// lastData is the data of the last event of b, and what is before that.
+func lastData(b []byte) (data, before []byte) {
+	b = bytes.TrimRight(b, "\r\n")
+	n := eventsEnd(b, 0)
+	return eventData(b[n:]), b[:n]
 }

@@ -31,7 +31,8 @@ type exchange struct {
 	legs context.Context // ends with ctx, and when one of two legs that run at once fails
 
 	direct   bool      // the client takes chunks
-	broken   bool      // the client has got a part of a chunk
+	broken   bool      // the client has got a part of a chunk or event
+	told     bool      // the client has got the engine's own error as the last event
 	id       int64     // of the last try
 	began    bool      // the answer's first byte is on its way
 	deadline time.Time // of writes, as last set
@@ -214,12 +215,16 @@ func (e *legError) Unwrap() error { return e.err }
 
 // engineError is what an engine answers instead of a result.
 type engineError struct {
-	status      int
-	contentType string
-	body        []byte
+	status int
+	header http.Header
+	body   []byte
+	in200  bool // it came in an answer of 200
 }
 
 func (e *engineError) Error() string {
+	if e.in200 {
+		return fmt.Sprintf("it answers 200 with an error, taken for %d: %s", e.status, clip(e.body))
+	}
 	return fmt.Sprintf("it answers %d: %s", e.status, clip(e.body))
 }
 
@@ -314,7 +319,7 @@ func (x *exchange) call(at *lease, l leg, sent func()) (*answer, error) {
 	if err != nil {
 		return nil, x.fail(at, err)
 	}
-	return nil, x.fail(at, &engineError{status: a.status, contentType: a.header.Get("Content-Type"), body: body})
+	return nil, x.fail(at, &engineError{status: a.status, header: a.header, body: body})
 }
 
 // trace begins the span of a leg and returns the headers of its request, which name that span.
@@ -615,6 +620,11 @@ func (p *prefillRun) read(l leg) error {
 		return p.x.fail(p.at, err)
 	}
 	if isEvents(a.header) {
+		var end ending
+		end.add(raw)
+		if err := end.check(); err != nil {
+			return p.x.fail(p.at, err)
+		}
 		p.prompt = lastUsage(raw)
 		return nil
 	}

@@ -6,38 +6,33 @@ import (
 	"strings"
 )
 
-// withRollout is a chat answer whose message has what trainers read there: prompt_token_ids, generation_token_ids and
-// generation_log_probs, from the answer's own ids and log-probabilities. An answer that lacks any of them, or has more
-// than one choice, stays as it is: half of a bundle is worse than none.
-func withRollout(answer pieces) pieces {
-	top, err := scanObject(answer.join())
-	if err != nil {
-		return answer
-	}
-	choices, err := scanArray(top.get("choices"), 1)
+// rolloutChoices are the choices of a chat answer whose message has what trainers read there: prompt_token_ids,
+// generation_token_ids and generation_log_probs, from the answer's own ids and log-probabilities. They are nil for an answer
+// that lacks any of these, has more than one choice, or is so already: half of a bundle is worse than none.
+func rolloutChoices(answer *object) []byte {
+	choices, err := scanArray(answer.get("choices"), 1)
 	if err != nil || len(choices) != 1 {
-		return answer
+		return nil
 	}
 	choice, err := scanObject(choices[0])
 	if err != nil {
-		return answer
+		return nil
 	}
 	message, err := scanObject(choice.get("message"))
 	if err != nil || message.getSet("generation_token_ids") != nil {
-		return answer
+		return nil
 	}
-	prompt := top.getSet("prompt_token_ids")
+	prompt := answer.getSet("prompt_token_ids")
 	ids, probs := generated(&choice)
 	if prompt == nil || ids == nil {
-		return answer
+		return nil
 	}
-	var inMessage, inChoice, inTop edit
+	var inMessage, inChoice edit
 	inMessage.put("prompt_token_ids", prompt)
 	inMessage.put("generation_token_ids", ids)
 	inMessage.put("generation_log_probs", probs)
 	inChoice.put("message", inMessage.apply(&message).join())
-	inTop.put("choices", append(append([]byte{'['}, inChoice.apply(&choice).join()...), ']'))
-	return inTop.apply(&top)
+	return append(append([]byte{'['}, inChoice.apply(&choice).join()...), ']')
 }
 
 // generated are the ids and log-probabilities of a choice, of equal number, nil if they are not all there. Ids may also
