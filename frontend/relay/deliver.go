@@ -312,12 +312,10 @@ func (x *exchange) sendError(err error) int {
 	}
 	var said *engineError
 	if errors.As(err, &said) && e.status == said.status {
-		if kind := said.header.Get("Content-Type"); kind != "" {
-			x.w.Header().Set("Content-Type", kind)
-		}
 		if e.retryAfter > 0 {
 			x.w.Header().Set("Retry-After", strconv.Itoa(e.retryAfter))
 		}
+		passHeaders(x.w.Header(), said.header, time.Now())
 		x.w.WriteHeader(said.status)
 		_, _ = x.w.Write(said.body)
 		return e.status
@@ -404,9 +402,7 @@ func (x *exchange) passAny(r *http.Request) error {
 			return x.fail(at, err)
 		}
 		at.end(succeeded)
-		if kind := a.header.Get("Content-Type"); kind != "" {
-			x.w.Header().Set("Content-Type", kind)
-		}
+		passHeaders(x.w.Header(), a.header, time.Now())
 		x.w.WriteHeader(a.status)
 		_, err = x.w.Write(answer)
 		if err != nil {

@@ -179,11 +179,14 @@ func (e *endpoint) exchange(conn *conn, c *call, timeout time.Duration) (*answer
 	default:
 		return nil, failed(errAnswer, err)
 	}
+	if res.StatusCode == http.StatusSwitchingProtocols {
+		return nil, failed(errAnswer, errors.New("it goes on in another protocol"))
+	}
 	conn.budget = unbounded
 	return &answer{
 		status: res.StatusCode, header: res.Header, length: res.ContentLength, body: res.Body,
 		chunked: len(res.TransferEncoding) == 1 && res.TransferEncoding[0] == "chunked",
-		lost:    res.Close || sent != nil || res.StatusCode == http.StatusSwitchingProtocols,
+		lost:    res.Close || sent != nil,
 		done:    res.ContentLength == 0,
 	}, nil
 }
