@@ -77,6 +77,9 @@ type OutputOptions struct {
 	Tools []byte
 	// ReasoningOpen says that the prompt ends within reasoning (see OutputFormat.OpensReasoning).
 	ReasoningOpen bool
+	// Opening is the beginning of a call that the prompt ends with (see Opened): the answer is read as if it began with it, and
+	// no reasoning is looked for.
+	Opening string
 	// NewID makes the ids of calls; nil makes random ones in the form that the format's template accepts.
 	NewID func() string
 }
@@ -89,9 +92,10 @@ func (f OutputFormat) NewParser(o OutputOptions) *OutputParser {
 		p.format.tools = nil
 	}
 	p.types = types
-	if f.reasoning != nil {
+	if f.reasoning != nil && o.Opening == "" {
 		p.stage = stageOpening
 	}
+	p.held = append(p.held, o.Opening...)
 	if p.newID == nil && p.format.tools != nil {
 		p.newID = p.format.tools.newID
 	}
