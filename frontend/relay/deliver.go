@@ -24,7 +24,8 @@ func isEvents(h http.Header) bool {
 }
 
 // deliver gives the client what a worker answers and ends the lease. prompt is the usage of the prefill leg if it must
-// be merged into the answer's. start is when the leg began.
+// be merged into the answer's. start is when the leg began if its first event comes behind the transfer and one step, else it
+// is zero.
 func (x *exchange) deliver(at *lease, a *answer, start time.Time, prompt []byte) error {
 	defer a.close()
 	err := x.checkHead(a)
@@ -33,7 +34,7 @@ func (x *exchange) deliver(at *lease, a *answer, start time.Time, prompt []byte)
 	case x.r.stream:
 		err = x.stream(a, start, prompt)
 	default:
-		err = x.whole(a, start, prompt)
+		err = x.whole(a, prompt)
 	}
 	switch {
 	case err == nil:
@@ -47,7 +48,7 @@ func (x *exchange) deliver(at *lease, a *answer, start time.Time, prompt []byte)
 }
 
 // whole reads an answer that is not a stream, all of it before any is sent, so that what breaks can be retried.
-func (x *exchange) whole(a *answer, start time.Time, prompt []byte) error {
+func (x *exchange) whole(a *answer, prompt []byte) error {
 	buf := bodies.Get().(*[]byte)
 	defer func() {
 		if cap(*buf) <= maxPooled {
@@ -60,7 +61,6 @@ func (x *exchange) whole(a *answer, start time.Time, prompt []byte) error {
 		return err
 	}
 	*buf = body
-	x.s.metrics.transfer.Observe(time.Since(start).Seconds())
 	completion, err := readCompletion(body)
 	if err != nil {
 		return err
@@ -128,9 +128,7 @@ func (x *exchange) copyChunks(a *answer, client net.Conn, start time.Time) (err 
 	if err := awaitEvent(a); err != nil {
 		return err
 	}
-	first := time.Now()
-	x.s.metrics.transfer.Observe(first.Sub(start).Seconds())
-	x.beginEvents()
+	first := x.beginEvents(start)
 	if err := x.flush(); err != nil {
 		return err
 	}
@@ -202,9 +200,7 @@ func (x *exchange) copyEvents(a *answer, start time.Time, prompt []byte) (err er
 					return err
 				}
 			}
-			first = time.Now()
-			x.s.metrics.transfer.Observe(first.Sub(start).Seconds())
-			x.beginEvents()
+			first = x.beginEvents(start)
 		}
 		end.add(b)
 		if err := x.write(mergeEvents(b, prompt)); err != nil {
@@ -255,12 +251,18 @@ func (x *exchange) begin(status int) {
 	x.w.WriteHeader(status)
 }
 
-func (x *exchange) beginEvents() {
+// beginEvents begins a stream and returns when. start is as for deliver.
+func (x *exchange) beginEvents(start time.Time) time.Time {
+	now := time.Now()
+	if !start.IsZero() {
+		x.s.metrics.transfer.Observe(now.Sub(start).Seconds())
+	}
 	h := x.w.Header()
 	h.Set("Content-Type", "text/event-stream")
 	h.Set("Cache-Control", "no-cache")
 	h.Set("X-Accel-Buffering", "no") // proxies must not collect the events
 	x.begin(http.StatusOK)
+	return now
 }
 
 // write queues bytes of the answer; flush sends them. The client's time to read is renewed, once a second at most.

@@ -4,6 +4,7 @@ import (
 	"net/http"
 	"slices"
 	"strconv"
+	"time"
 )
 
 // What only concerns the other leg does not belong into an answer that is complete without it.
@@ -79,7 +80,7 @@ func (x *exchange) streamPrefilled(t *try) error {
 		out = event(out, []byte("[]"), t.answer.usage)
 	}
 	out = append(out, "data: [DONE]\n\n"...)
-	x.beginEvents()
+	x.beginEvents(time.Time{})
 	if err := x.write(out); err != nil {
 		return err
 	}

@@ -390,7 +390,7 @@ func (x *exchange) alone(at *lease, d dialect, t *try, reason string) error {
 	if err != nil {
 		return err
 	}
-	return x.deliver(at, a, time.Now(), nil)
+	return x.deliver(at, a, time.Time{}, nil)
 }
 
 // sequence runs the prefill leg, then the decode leg.
@@ -544,8 +544,7 @@ func (x *exchange) together(d dialect, t *try, source *lease) error {
 	x.legs = legs
 	p := &prefillRun{x: x, at: source, sent: make(chan struct{}), done: make(chan struct{})}
 	go p.run(cancel, first)
-	start := time.Now()
-	err = x.decodeBeside(d, at, second, p, start)
+	err = x.decodeBeside(d, at, second, p)
 	if err == nil {
 		p.wait(prefillGrace)
 	}
@@ -562,7 +561,7 @@ func (x *exchange) together(d dialect, t *try, source *lease) error {
 const prefillGrace = 5 * time.Second
 
 // decodeBeside runs the decode leg while the prefill leg runs.
-func (x *exchange) decodeBeside(d dialect, at *lease, l leg, p *prefillRun, start time.Time) error {
+func (x *exchange) decodeBeside(d dialect, at *lease, l leg, p *prefillRun) error {
 	// The prefill leg may wait for the decode worker, so that one must know of the request first.
 	a, err := x.call(at, l, func() { close(p.sent) })
 	if err != nil {
@@ -573,7 +572,7 @@ func (x *exchange) decodeBeside(d dialect, at *lease, l leg, p *prefillRun, star
 		p.wait(x.s.cfg.Timeouts.Leg)
 		prompt = p.usage()
 	}
-	return x.deliver(at, a, start, prompt)
+	return x.deliver(at, a, time.Time{}, prompt)
 }
 
 // prefillRun is the prefill leg of two that run at once.

@@ -63,12 +63,25 @@ func TestTwoLegsAreOne(t *testing.T) {
 			if p, d := len(r.prefill.requests()), len(r.decode.requests()); p != 6 || d != 6 {
 				t.Errorf("%d prefill and %d decode legs, want 6 each", p, d)
 			}
-			for _, m := range []string{"prefill_seconds", "transfer_seconds"} {
-				if got := r.metric(m); got != 6 {
-					t.Errorf("%s has %v samples, want 6", m, got)
+			samples := map[string]float64{"prefill_seconds": 6, "transfer_seconds": 3, "decode_seconds": 3} // streams have events to measure between
+			if kind == "mooncake" || kind == "sglang" {
+				samples["transfer_seconds"] = 0 // the prompt is computed meanwhile
+			}
+			for name, want := range samples {
+				if got := r.metric(name); got != want {
+					t.Errorf("%s has %v samples, want %v", name, got, want)
 				}
 			}
 			r.await(func() bool { return r.metric("worker_requests") == 0 && r.metric("requests_in_flight") == 0 })
 		})
+	}
+}
+
+// A request that one worker serves has no transfer.
+func TestSingleLegsTransferNothing(t *testing.T) {
+	r := newRelay(t, "plain", func(c *Config) { c.Engine = "plain" })
+	r.events(r.post(completionsPath, streamed))
+	if transfer, decode := r.metric("transfer_seconds"), r.metric("decode_seconds"); transfer != 0 || decode != 1 {
+		t.Errorf("%v samples of transfers, %v of decoding", transfer, decode)
 	}
 }

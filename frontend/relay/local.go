@@ -52,5 +52,5 @@ func (x *exchange) local(d dialect, t *try) (served bool, err error) {
 	if err != nil {
 		return true, err
 	}
-	return true, x.deliver(at, a, time.Now(), nil)
+	return true, x.deliver(at, a, time.Time{}, nil)
 }
