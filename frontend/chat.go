@@ -14,7 +14,7 @@ type chatRequest struct {
 	params
 	chat     Chat
 	logprobs bool
-	noTools  bool // tool_choice "none"
+	choice   toolChoice
 }
 
 // parseChat reads a body. Its first messages may be left out: those that are known, if k is not nil.
@@ -38,8 +38,7 @@ func (r *chatRequest) field(name string, v value) (err error) {
 	}
 	switch name {
 	case "tool_choice":
-		choice, _ := v.text()
-		r.noTools = choice == "none"
+		r.choice, err = parseToolChoice(v)
 	case "logprobs":
 		r.logprobs, err = v.boolean()
 	case "top_logprobs":
@@ -64,8 +63,8 @@ func (r *chatRequest) settle(withTokenizer bool) error {
 	if err := r.chat.check(); err != nil {
 		return err
 	}
-	if r.noTools || string(r.chat.Tools) == "[]" {
-		r.chat.Tools = nil
+	if err := r.settleTools(); err != nil {
+		return err
 	}
 	if r.logprobs {
 		r.topLogprobs = max(r.topLogprobs, 0)
@@ -276,12 +275,22 @@ func (s *Server) chatGeneration(ctx context.Context, r *chatRequest, k *known) (
 	if err != nil {
 		return nil, err
 	}
+	opened, err := s.openCall(ctx, r, p.ids)
+	if err != nil {
+		return nil, err
+	}
 	ids := p.ids
+	if opened != nil {
+		ids = opened.IDs
+	}
 	if err := r.checkLength("messages", len(ids)); err != nil {
 		return nil, err
 	}
-	g := &generation{params: &r.params, chat: true, prompts: []prompt{{path: "messages", ids: ids}}, turn: p.turn}
-	if s.cfg.Output != (text.OutputFormat{}) {
+	g := &generation{params: &r.params, chat: true, prompts: []prompt{{path: "messages", ids: ids}}, turn: p.turn, opened: opened, oneCall: r.choice.function != ""}
+	switch {
+	case opened != nil:
+		g.output = &text.OutputOptions{Tools: r.chat.Tools, Opening: opened.Call}
+	case s.cfg.Output != (text.OutputFormat{}):
 		g.output = &text.OutputOptions{Tools: r.chat.Tools, ReasoningOpen: s.reasoningOpen(&r.chat, ids)}
 	}
 	return g, nil

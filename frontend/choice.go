@@ -20,6 +20,8 @@ type generation struct {
 	single  bool                // completions: prompt was not a list of prompts
 	echo    bool                // completions: the answer begins with the prompt
 	turn    *turn               // chat: what its answer is remembered with; nil for nothing
+	opened  *text.Opened        // chat: the prompt, where it ends with the beginning of a call; otherwise nil
+	oneCall bool                // chat: the client knows which function is called
 }
 
 // choice makes one answer out of one stream of results. It collects text, ids and logprobs until they
@@ -262,7 +264,8 @@ func (c *choice) sort(deltas []text.Delta) {
 	}
 }
 
-// finishToolCalls is the finish reason of a chat answer that has calls and was not cut off.
+// finishToolCalls is the finish reason of a chat answer that has calls and was not cut off, unless tool_choice named the
+// function: then it is stop, as with OpenAI and vLLM.
 const finishToolCalls = "tool_calls"
 
 // settle ends the text and says why.
@@ -272,7 +275,7 @@ func (c *choice) settle(finish string) {
 		return
 	}
 	c.sort(c.parser.Flush())
-	if c.called && finish == wire.FinishStop {
+	if c.called && finish == wire.FinishStop && !c.g.oneCall {
 		c.finish = finishToolCalls
 	}
 }

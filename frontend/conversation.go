@@ -65,7 +65,10 @@ type turn struct {
 type said struct {
 	content, reasoning string
 	calls              []text.ToolCall
-	ids                []int32 // without the end of sequence
+	// ids are the answer's without the end of sequence, with the beginning of a call that was not sampled. They follow so many
+	// ids of the turn's script.
+	ids   []int32
+	begin int
 }
 
 // writing is an array of messages as a client wrote it, without the bracket that closes it: what a turn added to an

@@ -304,7 +304,6 @@ var refusedFields = map[string]refused{
 	"logits_processors":      {isEmpty, noConstraints},
 	"functions":              {isEmpty, "use tools"},
 	"function_call":          {isOneOf("auto", "none"), "use tools"},
-	"tool_choice":            {isOneOf("auto", "none"), `only "auto" and "none" are supported; ` + noConstraints},
 	"truncate_prompt_tokens": {isEmpty, "shorten the prompt before sending it"},
 	"suffix":                 {isEmpty, "this server does not fill in the middle"},
 	"use_beam_search":        {isEmpty, "this server samples; use n for several answers"},

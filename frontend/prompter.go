@@ -181,7 +181,7 @@ func (p *Prompter) prefix(prev *turn, own *said, c *Chat, who scope) (first text
 	case prev == nil || prev.scope != who:
 		return first, false
 	case own != nil:
-		return text.Prefix{IDs: slices.Concat(prev.script.IDs(), own.ids), Message: prev.script.Len()}, false
+		return text.Prefix{IDs: slices.Concat(prev.script.IDs()[:own.begin], own.ids), Message: prev.script.Len()}, false
 	}
 	return text.Prefix{IDs: prev.script.IDs()[:prev.prefix], Message: prev.message}, prev.carried
 }
@@ -251,6 +251,9 @@ func (p *Prompter) remember(c *choice) {
 	default:
 		return
 	}
-	a.ids = slices.Clip(a.ids)
+	a.begin, a.ids = len(t.script.IDs()), slices.Clip(a.ids)
+	if o := c.g.opened; o != nil {
+		a.begin, a.ids = o.Kept, slices.Concat(o.IDs[o.Kept:], a.ids)
+	}
 	p.conversations.answered(t, &a)
 }

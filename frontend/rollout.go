@@ -124,7 +124,7 @@ func (l idList) cutIn(messages []byte) cut {
 // appendAll appends an array of ids that may begin with those of the list, which were written once already.
 func (l idList) appendAll(b []byte, ids []int32) []byte {
 	n := len(l.ids)
-	if n == 0 || n >= len(ids) || &ids[0] != &l.ids[0] || hasSpace(l.raw) {
+	if n == 0 || n >= len(ids) || &ids[0] != &l.ids[0] && !slices.Equal(ids[:n], l.ids) || hasSpace(l.raw) {
 		return appendIDs(b, ids)
 	}
 	b = slices.Grow(b, len(l.raw)+7*(len(ids)-n))

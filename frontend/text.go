@@ -78,6 +78,19 @@ func (t modelTokenizer) Transcribe(ctx context.Context, prev *text.Script, c *Ch
 	return s, reuse, nil
 }
 
+// OpenCall implements CallOpener.
+func (t modelTokenizer) OpenCall(ctx context.Context, c *Chat, f text.OutputFormat, function string) (*text.Opening, error) {
+	template, err := t.template()
+	if err != nil {
+		return nil, err
+	}
+	o, err := t.Tokenizer.OpenCall(ctx, template, f, c.forTemplate(), function)
+	if err != nil {
+		return nil, templateFault(err)
+	}
+	return o, nil
+}
+
 // templateFault words a template's failure for the author of the request.
 func templateFault(err error) error {
 	var e *text.TemplateError
