@@ -148,9 +148,9 @@ func (x *exchange) copyChunks(a *answer, client net.Conn, start time.Time) (err 
 		if err != nil {
 			return failed(errAnswer, err)
 		}
-		if forward > 0 {
+		if len(forward) > 0 {
 			x.extendDeadline()
-			if _, err := client.Write(b[:forward]); err != nil {
+			if _, err := client.Write(forward); err != nil {
 				return errClientGone
 			}
 		}

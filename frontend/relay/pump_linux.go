@@ -97,13 +97,13 @@ func (p *pump) receive(fd uintptr) bool {
 
 // forward gives the client what is whole of b and holds the rest.
 func (p *pump) forward(b []byte) error {
-	whole, taken, err := p.framing.scan(b)
+	out, taken, err := p.framing.scan(b)
 	if err != nil {
 		return failed(errAnswer, err)
 	}
-	if whole > 0 {
+	if len(out) > 0 {
 		p.x.extendDeadline()
-		p.out = b[:whole]
+		p.out = out
 		if err := p.to.Write(p.send); err != nil || len(p.out) > 0 {
 			return errClientGone
 		}

@@ -89,7 +89,7 @@ func (o *opened) idle() {
 // However a stream is cut into packets, the client gets its events, and the connection to the worker is kept if nothing is
 // behind the end.
 func TestStreamCutAnywhere(t *testing.T) {
-	rest := chunk("data: 2\n\n") + chunk(strings.Repeat("x", 300)) + chunk("\n\ndata: 3\n\n") + chunk("data: [DONE]\n\n") + "0\r\nTrailer: x\r\n\r\n"
+	rest := strings.Replace(chunk("data: 2\n\n"), "\r", ";x=\"y\"\r", 1) + chunk(strings.Repeat("x", 300)) + chunk("\n\ndata: 3\n\n") + chunk("data: [DONE]\n\n") + "0\r\nTrailer: x\r\n\r\n"
 	want := "data: 2\n\n" + strings.Repeat("x", 300) + "\n\ndata: 3\n\ndata: [DONE]\n\n"
 	for name, c := range map[string]struct {
 		size   int
