@@ -2,6 +2,7 @@ package relay
 
 import (
 	"bufio"
+	"fmt"
 	"io"
 	"net"
 	"net/http"
@@ -43,4 +44,42 @@ func TestBrokenBodiesAreNoSuccess(t *testing.T) {
 		}
 	}
 	r.await(func() bool { return r.metric("requests_in_flight") == 0 && r.metric("worker_requests") == 0 })
+}
+
+// Wrong methods are answered as engines do.
+func TestWrongMethods(t *testing.T) {
+	r := newRelay(t, "trtllm", nil)
+	for path, want := range map[string]string{
+		chatPath: "POST", completionsPath: "POST", "/tokenize": "POST", "/v1/models": "GET", "/health": "GET", "/workers": "GET, POST, DELETE", "/nothing": "",
+	} {
+		req, _ := http.NewRequest("PUT", r.URL+path, strings.NewReader(simple))
+		got := r.do(req)
+		status := http.StatusMethodNotAllowed
+		if want == "" {
+			status = http.StatusNotFound
+		}
+		if got.status != status || got.header.Get("Allow") != want || !strings.Contains(got.body, `"error"`) || !strings.Contains(got.body, "PUT") {
+			t.Errorf("%s: %+v", path, got)
+		}
+	}
+}
+
+// A client that asks before it sends a body that is too large, or without a key, is told so at once, not to go on.
+func TestRefusedBeforeTheBody(t *testing.T) {
+	r := newRelay(t, "trtllm", func(c *Config) {
+		c.Limits.MaxBody = 1000
+		c.Authorize = func(r *http.Request) bool { return r.Header.Get("Authorization") != "" }
+	})
+	for want, c := range map[int]struct {
+		length int
+		header string
+	}{413: {1001, "Authorization: x\r\n"}, 401: {10, ""}, 100: {1000, "Authorization: x\r\n"}} {
+		for _, path := range []string{completionsPath, "/tokenize"} {
+			conn := r.dialRaw(fmt.Sprintf("POST %s HTTP/1.1\r\nHost: x\r\n%sExpect: 100-continue\r\nContent-Length: %d\r\n\r\n", path, c.header, c.length))
+			line, err := bufio.NewReader(conn).ReadString('\n')
+			if err != nil || !strings.HasPrefix(line, fmt.Sprintf("HTTP/1.1 %d ", want)) {
+				t.Errorf("%s with %d bytes: %q, %v", path, c.length, line, err)
+			}
+		}
+	}
 }

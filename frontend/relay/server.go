@@ -114,18 +114,36 @@ func (s *Server) workerEvent(event string, w *worker, reason string) {
 	s.log.Log(s.ctx, level, "worker: "+event, "worker", w.URL, "reason", reason)
 }
 
+// routes maps the endpoints. A known path with another method and an unknown path have JSON answers too.
 func (s *Server) routes() http.Handler {
 	mux := http.NewServeMux()
-	mux.HandleFunc("POST "+chatPath, s.serve)
-	mux.HandleFunc("POST "+completionsPath, s.serve)
-	mux.HandleFunc("GET /v1/models", s.pass)
-	mux.HandleFunc("POST /tokenize", s.pass)
-	mux.HandleFunc("POST /detokenize", s.pass)
-	mux.HandleFunc("GET /health", s.health)
-	mux.HandleFunc("GET /workers", s.listWorkers)
-	mux.HandleFunc("POST /workers", s.postWorker)
-	mux.HandleFunc("DELETE /workers", s.deleteWorker)
-	mux.Handle("GET /metrics", promhttp.HandlerFor(s.cfg.Registry, promhttp.HandlerOpts{}))
+	allow := map[string]string{} // methods, by path
+	route := func(method, path string, f http.HandlerFunc) {
+		mux.HandleFunc(method+" "+path, f)
+		if before := allow[path]; before != "" {
+			method = before + ", " + method
+		}
+		allow[path] = method
+	}
+	route("POST", chatPath, s.serve)
+	route("POST", completionsPath, s.serve)
+	route("GET", "/v1/models", s.pass)
+	route("POST", "/tokenize", s.pass)
+	route("POST", "/detokenize", s.pass)
+	route("GET", "/health", s.health)
+	route("GET", "/workers", s.listWorkers)
+	route("POST", "/workers", s.postWorker)
+	route("DELETE", "/workers", s.deleteWorker)
+	route("GET", "/metrics", promhttp.HandlerFor(s.cfg.Registry, promhttp.HandlerOpts{}).ServeHTTP)
+	for path, methods := range allow {
+		mux.HandleFunc(path, func(w http.ResponseWriter, r *http.Request) {
+			w.Header().Set("Allow", methods)
+			writeError(w, &apiError{
+				status: http.StatusMethodNotAllowed, kind: "invalid_request_error",
+				message: path + " takes " + methods + ", not " + r.Method,
+			})
+		})
+	}
 	mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) {
 		writeError(w, &apiError{
 			status: http.StatusNotFound, kind: "invalid_request_error", code: "unknown_url",
