@@ -52,8 +52,13 @@ func (x *exchange) tokenize() {
 	}
 	x.r.made = ids
 	x.r.madeB64 = slices.Concat([]byte{'"'}, []byte(EncodeIDs(ids)), []byte{'"'})
-	x.r.compare = c.ShadowRate > 0 && rand.Float64() < c.ShadowRate
+	x.r.compare = c.ShadowRate > 0 && rand.Float64() < c.ShadowRate && !forcesCall(x.r.body.getSet("tool_choice"))
 	x.s.metrics.tokenized.WithLabelValues(tokensAttached).Inc()
+}
+
+// forcesCall reports whether engines end the prompt with the beginning of a call, which the ids that are made here lack.
+func forcesCall(choice []byte) bool {
+	return choice != nil && string(choice) != `"auto"` && string(choice) != `"none"`
 }
 
 // attach adds ids that were made here.

@@ -149,6 +149,11 @@ func TestShadow(t *testing.T) {
 			t.Errorf("%s: log %s", c.name, log.String())
 		}
 	}
+	r := newRelay(t, "baton", func(cfg *Config) { cfg.Tokenizer, cfg.ShadowRate = &toyTokenizer{other: true}, 1 })
+	r.post(chatPath, `{"model":"toy","messages":`+chatMessages+`,"tools":[{"function":{"name":"f"}}],"tool_choice":"required","max_tokens":4}`)
+	if p := fieldsOf(t, r.prefill.last()); p["prompt_token_ids_b64"] == "" || p["tool_choice"] != `"required"` || testutil.ToFloat64(r.s.metrics.shadows.WithLabelValues(shadowDiffer)) != 0 {
+		t.Errorf("a prompt to which the engine adds is compared with its own: %v", p)
+	}
 	if _, err := New(Config{ShadowRate: 2}); err == nil {
 		t.Error("a share of 2 is taken")
 	}
