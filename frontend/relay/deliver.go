@@ -28,7 +28,7 @@ func isEvents(h http.Header) bool {
 // is zero.
 func (x *exchange) deliver(at *lease, a *answer, start time.Time, prompt []byte) error {
 	defer a.close()
-	err := x.checkHead(a)
+	err := x.checkKind(a)
 	switch {
 	case err != nil:
 	case x.r.stream:
@@ -348,7 +348,7 @@ func clientError(err error) *apiError {
 		switch {
 		case errors.Is(err, errTimeout):
 			code = "engine_timeout"
-		case errors.Is(err, errNone):
+		case errors.Is(err, errNone), errors.Is(err, errHalf):
 			code = "engine_failed"
 		}
 		return &apiError{status: http.StatusInternalServerError, kind: "server_error", code: code, message: err.Error()}
@@ -386,9 +386,9 @@ func (x *exchange) passAny(r *http.Request) error {
 		return &apiError{status: http.StatusServiceUnavailable, kind: "service_unavailable_error", code: "no_worker", retryAfter: 1, message: err.Error()}
 	}
 	defer at.end(canceled)
-	c := &call{method: r.Method, path: r.URL.Path, header: x.r.header}
+	c := &call{method: http.MethodGet, path: r.URL.Path, header: x.r.header} // for HEAD, too, whose answers announce what does not come
 	if r.Method == http.MethodPost {
-		c.body = pieces{body}
+		c.method, c.body = http.MethodPost, pieces{body}
 	}
 	for {
 		a, err := at.w.endpoint.do(x.ctx, c, x.s.cfg.Timeouts.Leg)
@@ -403,11 +403,14 @@ func (x *exchange) passAny(r *http.Request) error {
 		if err != nil {
 			return x.fail(at, err)
 		}
+		if err := checkPassed(a, answer); err != nil {
+			return x.fail(at, err)
+		}
 		at.end(succeeded)
+		x.passed = a.status
 		passHeaders(x.w.Header(), a.header, time.Now())
 		x.w.WriteHeader(a.status)
-		_, err = x.w.Write(answer)
-		if err != nil {
+		if _, err := x.w.Write(answer); err != nil && r.Method != http.MethodHead {
 			return errClientGone
 		}
 		return nil

@@ -33,6 +33,7 @@ type exchange struct {
 	direct   bool      // the client takes chunks
 	broken   bool      // the client has got a part of a chunk or event
 	told     bool      // the client has got the engine's own error as the last event
+	passed   int       // the status of an answer that was passed on as it is
 	id       int64     // of the last try
 	began    bool      // the answer's first byte is on its way
 	deadline time.Time // of writes, as last set
@@ -312,6 +313,10 @@ func (x *exchange) call(at *lease, l leg, sent func()) (*answer, error) {
 	}
 	at.answering(a.conn.Conn)
 	if a.status == http.StatusOK {
+		if err := checkEncoding(a); err != nil {
+			a.close()
+			return nil, x.fail(at, err)
+		}
 		return a, nil
 	}
 	defer a.close()
@@ -351,7 +356,7 @@ func (x *exchange) fail(at *lease, err error) error {
 		err, label = lost, "lost"
 	case errors.As(err, &said) && said.status == http.StatusGone:
 		outcome, label = succeeded, "gone" // what the prefill leg left is not there any more: it takes another
-	case errors.As(err, &said) && said.status < 500:
+	case errors.As(err, &said) && said.status >= 400 && said.status < 500:
 		outcome, retry, label = succeeded, false, "refused" // the request is at fault, not the worker
 	case errors.Is(err, errStale):
 		outcome, label = canceled, "stale"
@@ -659,8 +664,11 @@ func (p *prefillRun) usage() []byte {
 // finish sends the error, if any, and accounts for the request.
 func (x *exchange) finish(r *http.Request, start time.Time, err error) {
 	status := http.StatusOK
-	if err != nil {
+	switch {
+	case err != nil:
 		status = x.sendError(err)
+	case x.passed != 0:
+		status = x.passed
 	}
 	endpoint := r.URL.Path
 	x.s.metrics.requests.WithLabelValues(endpoint, strconv.Itoa(status)).Inc()

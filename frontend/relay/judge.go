@@ -15,14 +15,20 @@ import (
 
 var (
 	errNone        = errors.New("the answer is no completion")
+	errHalf        = errors.New("the answer is no whole JSON")
 	errEmptyStream = errors.New("the stream is empty")
 )
 
-// checkHead judges an answer by its head.
-func (x *exchange) checkHead(a *answer) error {
+// checkEncoding refuses encodings of bodies: nobody has asked for one.
+func checkEncoding(a *answer) error {
 	if coding := a.header.Get("Content-Encoding"); coding != "" && !strings.EqualFold(coding, "identity") {
 		return failed(errNone, fmt.Errorf("it is encoded as %s, which nobody asked for", clip([]byte(coding))))
 	}
+	return nil
+}
+
+// checkKind judges whether an answer is a stream just if it should be.
+func (x *exchange) checkKind(a *answer) error {
 	switch events := isEvents(a.header); {
 	case events == x.r.stream:
 		return nil
@@ -37,6 +43,24 @@ func (x *exchange) checkHead(a *answer) error {
 		return err
 	}
 	return failed(errNone, errors.New("it is no stream, which the request is for"))
+}
+
+// checkPassed judges an answer that is passed on as it is: one of 200 that calls itself JSON must be a whole value.
+func checkPassed(a *answer, body []byte) error {
+	kind, _, _ := strings.Cut(a.header.Get("Content-Type"), ";")
+	if a.status != http.StatusOK || !strings.EqualFold(strings.TrimSpace(kind), "application/json") || checkEncoding(a) != nil {
+		return nil
+	}
+	s := scanner{b: body}
+	s.space()
+	err := s.value()
+	if err == nil {
+		err = s.rest()
+	}
+	if err != nil {
+		return failed(errHalf, err)
+	}
+	return nil
 }
 
 // readCompletion looks at a whole answer, which is kept.
