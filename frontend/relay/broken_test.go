@@ -12,6 +12,7 @@ import (
 
 // A client whose body does not come, or is no HTTP, is not told that all went well: it may still listen.
 func TestBrokenBodiesAreNoSuccess(t *testing.T) {
+	t.Parallel()
 	r := newRelay(t, "trtllm", nil)
 	for name, c := range map[string]struct {
 		request string
@@ -48,6 +49,7 @@ func TestBrokenBodiesAreNoSuccess(t *testing.T) {
 
 // Wrong methods are answered as engines do.
 func TestWrongMethods(t *testing.T) {
+	t.Parallel()
 	r := newRelay(t, "trtllm", nil)
 	for path, want := range map[string]string{
 		chatPath: "POST", completionsPath: "POST", "/tokenize": "POST", "/v1/models": "GET", "/health": "GET", "/workers": "GET, POST, DELETE", "/nothing": "",
@@ -66,6 +68,7 @@ func TestWrongMethods(t *testing.T) {
 
 // A client that asks before it sends a body that is too large, or without a key, is told so at once, not to go on.
 func TestRefusedBeforeTheBody(t *testing.T) {
+	t.Parallel()
 	r := newRelay(t, "trtllm", func(c *Config) {
 		c.Limits.MaxBody = 1000
 		c.Authorize = func(r *http.Request) bool { return r.Header.Get("Authorization") != "" }

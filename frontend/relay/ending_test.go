@@ -46,12 +46,14 @@ func TestEnding(t *testing.T) {
 }
 
 // answers makes the decode worker send something, byte for byte.
-func (r *relayed) answers(text string) {
-	r.decode.set(func() {
-		r.decode.before = func(_ int, w http.ResponseWriter, _ *http.Request) bool {
+func (r *relayed) answers(text string) { r.decode.sends(text) }
+
+func (f *fake) sends(text string) {
+	f.set(func() {
+		f.before = func(_ int, w http.ResponseWriter, _ *http.Request) bool {
 			c, _, err := http.NewResponseController(w).Hijack()
 			if err != nil {
-				r.t.Error(err)
+				f.t.Error(err)
 				return true
 			}
 			_, _ = c.Write([]byte(text))
@@ -66,6 +68,7 @@ const eventsHead = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 // A stream that ends without [DONE], whatever the framing, is not whole: the client learns it, and so do the metrics. What is
 // there of an event that is cut does not reach the client.
 func TestStreamsWithoutEnd(t *testing.T) {
+	t.Parallel()
 	const event = "data: {\"choices\":[]}\n\n"
 	withUsage := strings.Replace(streamed, "{", `{"stream_options":{"include_usage":true},`, 1)
 	for name, text := range map[string]string{

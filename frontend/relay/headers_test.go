@@ -11,6 +11,7 @@ import (
 
 // What an engine says about when to come back, and other headers that clients go by, reach the client.
 func TestEnginesHeaders(t *testing.T) {
+	t.Parallel()
 	for _, status := range []int{401, 405, 429, 503} {
 		r := newRelay(t, "vllm", func(c *Config) { c.MaxRetries = -1 })
 		r.answers(fmt.Sprintf("HTTP/1.1 %d X\r\nRetry-After: 7\r\nWWW-Authenticate: Bearer\r\nAllow: PUT\r\nServer: x\r\nSet-Cookie: a=b\r\n"+
@@ -31,6 +32,7 @@ func TestEnginesHeaders(t *testing.T) {
 
 // An answer that goes on in another protocol is none, at the endpoints that are passed on as well.
 func TestOtherProtocols(t *testing.T) {
+	t.Parallel()
 	worker := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.URL.Path == "/health" {
 			return

@@ -21,6 +21,7 @@ const (
 // A decode worker's 200 that is no completion, or not of the kind that was asked for, is an answer that is none: it is tried
 // again, then 500.
 func TestAnswersThatAreNone(t *testing.T) {
+	t.Parallel()
 	inChunks := func(events ...string) string {
 		text := eventsHead + "Transfer-Encoding: chunked\r\n\r\n"
 		for _, e := range events {
@@ -66,6 +67,7 @@ func TestAnswersThatAreNone(t *testing.T) {
 
 // An error in an answer of 200 that names the client's fault is the client's, and not sent again.
 func TestRefusalsInAnswers(t *testing.T) {
+	t.Parallel()
 	const text = `{"error":{"message":"too long","code":400}}`
 	for _, kind := range []string{"trtllm", "sglang"} {
 		for answer, body := range map[string]string{
@@ -84,6 +86,7 @@ func TestRefusalsInAnswers(t *testing.T) {
 
 // An engine's own error in the middle of a stream is the only one that the client gets; the leg counts as failed.
 func TestErrorsInStreams(t *testing.T) {
+	t.Parallel()
 	const good, bad = "data: {\"choices\":[]}\n\n", "data: {\"error\":{\"message\":\"out of memory\",\"code\":null}}\n\n"
 	for _, end := range []string{"", lastEvent} {
 		for name, answer := range map[string]string{
@@ -105,6 +108,7 @@ func TestErrorsInStreams(t *testing.T) {
 
 // What is a completion reaches the client, whatever stands around it.
 func TestAnswersThatAreSome(t *testing.T) {
+	t.Parallel()
 	for name, c := range map[string]struct{ answer, body, want string }{
 		"an object":      {whole(asJSON, " "+goodAnswer+"\n", "Content-Encoding: identity"), simple, " " + goodAnswer + "\n"},
 		"a null error":   {whole(asJSON, `{"error":null,"choices":[]}`), simple, `{"error":null,"choices":[]}`},
@@ -116,6 +120,32 @@ func TestAnswersThatAreSome(t *testing.T) {
 		r.answers(c.answer)
 		if got := r.post(completionsPath, c.body); got.status != http.StatusOK || got.body != c.want || len(r.decode.requests()) != 1 {
 			t.Errorf("%s: %d %.300q", name, got.status, got.body)
+		}
+	}
+}
+
+// A prefill leg's answer is judged as a decode leg's is, also where the client never sees it.
+func TestPrefillAnswersThatAreNone(t *testing.T) {
+	t.Parallel()
+	good := `{"choices":[{"finish_reason":"length"}]}`
+	for name, c := range map[string]struct {
+		kind, body, answer string
+		status, tries      int
+	}{
+		"compressed":             {"vllm", simple, whole(asJSON, good, "Content-Encoding: gzip"), 500, 2},
+		"an error":               {"trtllm", simple, whole(asJSON, `{"error":{"code":500}}`), 500, 2},
+		"a refusal":              {"trtllm", streamed, whole(asJSON, `{"error":{"code":400}}`), 400, 1},
+		"a stream that is cut":   {"sglang", streamed, whole("text/event-stream", "data: {\"choices\":[]}\n\n"), 500, 2},
+		"an error in a stream":   {"sglang", streamed, whole("text/event-stream", "data: {\"error\":{\"code\":null}}\n\n"+lastEvent), 500, 2},
+		"a refusal in a stream":  {"sglang", streamed, whole("text/event-stream", "data: {\"error\":{\"code\":400}}\n\n"+lastEvent), 400, 1},
+		"half of a whole answer": {"sglang", simple, "HTTP/1.0 200 OK\r\n\r\n" + good[:20], 500, 2},
+	} {
+		r := newRelay(t, c.kind, func(c *Config) { c.MaxRetries = 1 })
+		r.prefill.sends(c.answer)
+		hang := func(_ int, _ http.ResponseWriter, q *http.Request) bool { <-q.Context().Done(); return true }
+		r.decode.set(func() { r.decode.before = hang })
+		if got := r.post(completionsPath, c.body); got.status != c.status || len(r.prefill.requests()) != c.tries {
+			t.Errorf("%s: %d %q after %d tries", name, got.status, got.body, len(r.prefill.requests()))
 		}
 	}
 }

@@ -11,6 +11,7 @@ import (
 // Answers of other endpoints are counted with their status; HEAD is served; what calls itself JSON and is half of it is no
 // answer.
 func TestPassedAnswers(t *testing.T) {
+	t.Parallel()
 	worker := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case "/tokenize":
@@ -41,6 +42,7 @@ func TestPassedAnswers(t *testing.T) {
 
 // What is neither an answer nor a refusal is tried again.
 func TestRedirectsAreNoAnswers(t *testing.T) {
+	t.Parallel()
 	for _, status := range []int{201, 204, 307} {
 		r := newRelay(t, "vllm", func(c *Config) { c.MaxRetries = 1 })
 		r.answers(fmt.Sprintf("HTTP/1.1 %d X\r\nLocation: /\r\n\r\n", status))
