@@ -46,6 +46,7 @@ type relayFlags struct {
 	MaxRetries      int           `default:"3" help:"Relay: how often a request is sent again when a worker fails."`
 	WorkerWait      time.Duration `default:"10s" help:"Relay: how long requests wait for a worker when there is none."`
 	MaxBody         byteCount     `default:"64MiB" help:"Relay: the largest request."`
+	MaxBodies       byteCount     `placeholder:"SIZE" help:"Relay: bytes of all requests at a time, and of their answers that are no streams; what comes beyond it gets 503. Default: 2GiB."`
 	MaxAnswer       byteCount     `default:"64MiB" help:"Relay: the largest answer of a worker, streams aside."`
 	LegTimeout      time.Duration `default:"30m" help:"Relay: until a leg's answer begins."`
 	StreamTimeout   time.Duration `default:"10m" help:"Relay: between two pieces of a stream."`
@@ -101,7 +102,7 @@ func (f *relayFlags) relay(env *environment, sec *security, tracer *tracing.Trac
 		Engine: f.Engine, Connector: f.Connector, Schedule: f.Schedule, PrefillRouter: f.PrefillRouter, DecodeRouter: f.DecodeRouter,
 		SilentReprefill: relay.SilentPolicy(f.SilentReprefill), LocalPrefillBelow: f.LocalBelow, StripHistory: f.StripHistory, RolloutFields: f.RolloutFields, NodeID: f.NodeID,
 		MaxRetries: f.MaxRetries, WorkerWait: f.WorkerWait, Logger: env.log, Registry: newRegistry(), TLS: sec.id.Client(),
-		Limits:   relay.Limits{MaxBody: int64(f.MaxBody), MaxAnswer: int64(f.MaxAnswer)},
+		Limits:   relay.Limits{MaxBody: int64(f.MaxBody), MaxBodies: int64(f.MaxBodies), MaxAnswer: int64(f.MaxAnswer)},
 		Timeouts: relay.Timeouts{Leg: f.LegTimeout, Stream: f.StreamTimeout},
 	}
 	c.ShadowRate, c.Tracer = shared.ShadowRate, tracer

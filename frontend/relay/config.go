@@ -85,6 +85,7 @@ const (
 // Limits bound what clients and workers may send.
 type Limits struct {
 	MaxBody   int64 // bytes of a request; default 64 MiB
+	MaxBodies int64 // bytes of all requests at a time, and of their answers that are not streams; default 2 GiB, or MaxBody if that is more
 	MaxAnswer int64 // bytes of an answer that is not a stream; default 64 MiB
 	MaxHeader int   // bytes of a request's headers; default 64 KiB
 }
@@ -216,11 +217,17 @@ func (c *Config) setNumbers() error {
 			*d.v = d.def
 		}
 	}
-	if c.Limits.MaxBody < 0 || c.Limits.MaxAnswer < 0 || c.Limits.MaxHeader < 0 {
+	if c.Limits.MaxBody < 0 || c.Limits.MaxBodies < 0 || c.Limits.MaxAnswer < 0 || c.Limits.MaxHeader < 0 {
 		return fmt.Errorf("relay: Config.Limits has a negative field: %+v", c.Limits)
 	}
 	if c.Limits.MaxBody == 0 {
 		c.Limits.MaxBody = 64 << 20
+	}
+	if c.Limits.MaxBodies == 0 {
+		c.Limits.MaxBodies = max(2<<30, c.Limits.MaxBody)
+	}
+	if c.Limits.MaxBodies < c.Limits.MaxBody {
+		return fmt.Errorf("relay: Config.Limits.MaxBodies is %d, less than the %d bytes that one request may have", c.Limits.MaxBodies, c.Limits.MaxBody)
 	}
 	if c.Limits.MaxAnswer == 0 {
 		c.Limits.MaxAnswer = 64 << 20

@@ -364,7 +364,8 @@ func (s *Server) pass(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	defer s.running.Done()
-	x := &exchange{s: s, w: w, rc: http.NewResponseController(w), ctx: r.Context(), legs: r.Context()}
+	x := &exchange{s: s, w: w, rc: http.NewResponseController(w), ctx: r.Context(), legs: r.Context(), held: &holding{of: s.bodies}}
+	defer x.held.keep(0)
 	x.finish(r, start, x.passAny(r))
 }
 

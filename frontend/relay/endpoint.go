@@ -87,6 +87,7 @@ type answer struct {
 	conn    *conn
 	e       *endpoint
 	stop    func() bool
+	held    *holding
 	done    bool // the body was read to its end
 	lost    bool // the connection cannot be used again
 }
@@ -252,6 +253,9 @@ func (a *answer) readAll(buf []byte, limit int64) ([]byte, error) {
 		}
 		n, err := a.Read(buf[len(buf):cap(buf)])
 		buf = buf[:len(buf)+n]
+		if err := a.held.take(n); err != nil {
+			return nil, err
+		}
 		switch {
 		case int64(len(buf)) > limit:
 			return nil, &tooLargeError{limit}

@@ -39,6 +39,7 @@ type exchange struct {
 	deadline time.Time // of writes, as last set
 	failed   []*worker // that the next try passes over
 	tries    int
+	held     *holding
 	waited   time.Duration // for a decode worker, before the prefill leg
 	route    string        // what the answer's header says of the way
 	silent   string        // the worker whose prefill leg was silent
@@ -67,7 +68,8 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request) {
 	ctx, cancel := context.WithCancelCause(r.Context())
 	defer cancel(nil)
 	defer context.AfterFunc(s.ctx, func() { cancel(context.Cause(s.ctx)) })()
-	x := &exchange{s: s, w: w, rc: http.NewResponseController(w), ctx: ctx, legs: ctx, direct: r.ProtoMajor == 1 && r.ProtoMinor == 1}
+	x := &exchange{s: s, w: w, rc: http.NewResponseController(w), ctx: ctx, legs: ctx, direct: r.ProtoMajor == 1 && r.ProtoMinor == 1, held: &holding{of: s.bodies}}
+	defer x.held.keep(0)
 	buf := bodies.Get().(*[]byte)
 	var span *tracing.Span
 	x.ctx, span = s.cfg.Tracer.Start(s.cfg.Tracer.FromHeader(ctx, r.Header), "HTTP "+r.URL.Path, true)
@@ -124,6 +126,9 @@ func (x *exchange) readBody(r *http.Request, buf *[]byte) error {
 		n, err := r.Body.Read(b[len(b):cap(b)])
 		b = b[:len(b)+n]
 		*buf = b
+		if err := x.held.take(n); err != nil {
+			return err
+		}
 		switch {
 		case int64(len(b)) > limit:
 			return tooLarge
@@ -152,6 +157,7 @@ func (x *exchange) answer() error {
 		x.id = x.s.ids.Mint()
 		x.tries++
 		err := x.attempt()
+		x.held.keep(len(x.r.body.raw))
 		if err == nil {
 			return nil
 		}
@@ -312,6 +318,7 @@ func (x *exchange) call(at *lease, l leg, sent func()) (*answer, error) {
 		return nil, x.fail(at, err)
 	}
 	at.answering(a.conn.Conn)
+	a.held = x.held
 	if a.status == http.StatusOK {
 		if err := checkEncoding(a); err != nil {
 			a.close()
@@ -352,6 +359,10 @@ func (x *exchange) fail(at *lease, err error) error {
 	switch {
 	case x.legs.Err() != nil:
 		outcome, label = canceled, "canceled"
+	case errors.Is(err, errNoRoom):
+		at.end(canceled)
+		x.s.metrics.legs.WithLabelValues(at.leg.String(), at.w.URL, "canceled").Inc()
+		return err
 	case lost != nil:
 		err, label = lost, "lost"
 	case errors.As(err, &said) && said.status == http.StatusGone:

@@ -30,7 +30,7 @@ type metrics struct {
 
 var secondsBuckets = []float64{.0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640}
 
-func newMetrics(r prometheus.Registerer, f *fleet) (*metrics, error) {
+func newMetrics(r prometheus.Registerer, f *fleet, bodies *budget) (*metrics, error) {
 	var failed error
 	register := func(c prometheus.Collector) {
 		if err := r.Register(c); err != nil && failed == nil {
@@ -71,6 +71,9 @@ func newMetrics(r prometheus.Registerer, f *fleet) (*metrics, error) {
 		cached:    counter("cached_tokens_total", "Prompt tokens that prefill workers had cached, as they say."),
 	}
 	register(m.inFlight)
+	register(prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+		Name: "baton_relay_body_bytes", Help: "Bytes that requests, and answers that are no streams, hold now.",
+	}, func() float64 { return float64(bodies.used.Load()) }))
 	register(&fleetCollector{f})
 	return m, failed
 }

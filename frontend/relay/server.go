@@ -25,6 +25,7 @@ type Server struct {
 	fleet   *fleet
 	metrics *metrics
 	handler http.Handler
+	bodies  *budget
 	held    *residency              // nil unless a router is kv_cache_aware
 	spoken  atomic.Pointer[dialect] // nil until a worker has joined that says what it is
 
@@ -47,7 +48,7 @@ func New(cfg Config) (*Server, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &Server{cfg: cfg, log: cfg.Logger, ids: ids}
+	s := &Server{cfg: cfg, log: cfg.Logger, ids: ids, bodies: &budget{limit: cfg.Limits.MaxBodies}}
 	held := route.NewIndex(0)
 	if looks := []string{residencyRouter, conversationRouter}; slices.Contains(looks, cfg.PrefillRouter) || slices.Contains(looks, cfg.DecodeRouter) {
 		s.held = &residency{index: held}
@@ -62,7 +63,7 @@ func New(cfg Config) (*Server, error) {
 	}
 	s.fleet = newFleet(prefill, decode)
 	s.fleet.events = s.workerEvent
-	if s.metrics, err = newMetrics(cfg.Registry, s.fleet); err != nil {
+	if s.metrics, err = newMetrics(cfg.Registry, s.fleet, s.bodies); err != nil {
 		return nil, fmt.Errorf("relay: registering metrics: %w", err)
 	}
 	s.ctx, s.cancel = context.WithCancelCause(context.Background())
