@@ -11,6 +11,7 @@ import (
 	"net/http/httptest"
 	"strings"
 	"testing"
+	"time"
 
 	"baton/wire"
 )
@@ -91,5 +92,42 @@ func TestGenerationLegAgrees(t *testing.T) {
 	}
 	if err := json.Unmarshal(r.body, &got); err != nil || r.status != http.StatusOK || got.Usage.Details.Cached != 4 {
 		t.Errorf("%d %s, %v", r.status, r.body, err)
+	}
+}
+
+// What all bodies hold is bounded, counted as they arrive, and given back; what does not fit may come again.
+func TestBodiesTogether(t *testing.T) {
+	s := newTestServer(t, newToyBackend(), func(c *Config) { c.Limits = Limits{MaxBody: 1 << 20, MaxBodies: 1 << 20} })
+	h := httptest.NewServer(s.Handler())
+	defer h.Close()
+	hold := func(held int64) net.Conn {
+		conn, err := net.Dial("tcp", h.Listener.Addr().String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, _ = io.WriteString(conn, "POST "+completionPath+" HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"+strings.Repeat(" ", 400_000))
+		await(t, func() bool { return s.bodies.Load() == held })
+		return conn
+	}
+	a, b := hold(400_000), hold(800_000)
+	big := `{"model":"toy","prompt":"a","max_tokens":1,"user":"` + strings.Repeat("x", 300_000) + `"}`
+	if r := post(t, s.Handler(), completionPath, big); r.status != http.StatusServiceUnavailable || !strings.Contains(string(r.body), "memory") {
+		t.Errorf("%d %s", r.status, r.body)
+	}
+	a.Close()
+	await(t, func() bool { return s.bodies.Load() == 400_000 })
+	if r := post(t, s.Handler(), completionPath, big); r.status != http.StatusOK {
+		t.Errorf("%d %s", r.status, r.body)
+	}
+	b.Close()
+	await(t, func() bool { return s.bodies.Load() == 0 })
+}
+
+func await(t *testing.T, ok func() bool) {
+	t.Helper()
+	for end := time.Now().Add(5 * time.Second); !ok(); time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatal("not in time")
+		}
 	}
 }

@@ -65,6 +65,10 @@ var (
 		status: http.StatusServiceUnavailable, kind: typeUnavailable, code: "shutting_down", retryAfter: 5,
 		message: "the server is shutting down: send the request to another one or try again later",
 	}
+	errNoRoom = &apiError{
+		status: http.StatusServiceUnavailable, kind: typeUnavailable, code: "overloaded", retryAfter: 1,
+		message: "the requests that run hold as much memory as they may: send the request again",
+	}
 	errClientGone = &apiError{status: statusClientClosed, kind: typeInvalid, message: "the client closed the connection"}
 	errInternal   = &apiError{
 		status: http.StatusInternalServerError, kind: typeServer, code: wire.CodeInternal,

@@ -88,6 +88,7 @@ type exchange struct {
 	ctx context.Context // ends with the client's connection, and with the server
 	id  string
 
+	held     int64     // bytes of its body
 	began    bool      // headers are sent
 	deadline time.Time // of writes, as last set
 	summary  []any     // what the log line says beside the outcome
@@ -102,6 +103,7 @@ func (s *Server) handle(endpoint string, f func(*exchange) error) http.HandlerFu
 		defer context.AfterFunc(s.ctx, func() { cancel(context.Cause(s.ctx)) })()
 		x := &exchange{s: s, w: w, r: r, rc: http.NewResponseController(w), ctx: ctx, id: requestID(r.Header)}
 		w.Header().Set("X-Request-Id", x.id)
+		defer func() { s.bodies.Add(-x.held) }()
 		var err error
 		var span *tracing.Span
 		x.ctx, span = s.cfg.Tracer.Start(s.cfg.Tracer.FromHeader(ctx, r.Header), "HTTP "+endpoint, true, attribute.String("baton.http.id", x.id))
@@ -165,9 +167,11 @@ func (x *exchange) finish(endpoint string, start time.Time, err error) {
 // body reads the request's body within the limits.
 func (x *exchange) body() ([]byte, error) {
 	limit := x.s.cfg.Limits.MaxBody
-	b, err := readSized(http.MaxBytesReader(x.w, x.r.Body, limit), min(x.r.ContentLength, limit))
+	b, err := readSized(countedBody{http.MaxBytesReader(x.w, x.r.Body, limit), x}, min(x.r.ContentLength, limit))
 	var tooLarge *http.MaxBytesError
 	switch {
+	case errors.Is(err, errNoRoom):
+		return nil, err
 	case errors.As(err, &tooLarge):
 		return nil, &apiError{
 			status: http.StatusRequestEntityTooLarge, kind: typeInvalid, code: "request_too_large",
@@ -186,6 +190,21 @@ func (x *exchange) body() ([]byte, error) {
 	// The deadline must not outlast the body: it would end the wait for the client's disconnection.
 	_ = x.rc.SetReadDeadline(time.Time{})
 	return b, nil
+}
+
+// countedBody is a body whose bytes count against what all requests may hold, as they arrive.
+type countedBody struct {
+	io.Reader
+	x *exchange
+}
+
+func (b countedBody) Read(p []byte) (int, error) {
+	n, err := b.Reader.Read(p)
+	b.x.held += int64(n)
+	if b.x.s.bodies.Add(int64(n)) > b.x.s.cfg.Limits.MaxBodies && n > 0 {
+		return n, errNoRoom
+	}
+	return n, err
 }
 
 // Bodies of unknown worth get so much memory; when they have filled it, so many times more is believed of their size.

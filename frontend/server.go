@@ -9,6 +9,7 @@ import (
 	"net"
 	"net/http"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -58,6 +59,7 @@ type Config struct {
 // Limits bound one request.
 type Limits struct {
 	MaxBody     int64 // bytes of a body; default 64 MiB
+	MaxBodies   int64 // bytes of the bodies of all requests that run; default 2 GiB, or MaxBody if that is more
 	MaxDepth    int   // nesting of its JSON; default 64
 	MaxChoices  int   // answers: prompts times n; default 1024
 	MaxLogprobs int   // alternatives a token; default 20
@@ -76,6 +78,9 @@ func (l *Limits) setDefaults() {
 	if l.MaxBody == 0 {
 		l.MaxBody = 64 << 20
 	}
+	if l.MaxBodies == 0 {
+		l.MaxBodies = max(2<<30, l.MaxBody)
+	}
 	def(&l.MaxDepth, 64)
 	def(&l.MaxChoices, 1024)
 	def(&l.MaxLogprobs, 20)
@@ -87,7 +92,7 @@ func (c *Config) setDefaults() error {
 		return errors.New("frontend: Config.Backend is missing")
 	case c.Model == "":
 		return errors.New("frontend: Config.Model is missing: clients ask for the model by name")
-	case c.Limits.MaxBody < 0, c.Limits.MaxDepth < 0, c.Limits.MaxChoices < 0, c.Limits.MaxLogprobs < 0,
+	case c.Limits.MaxBody < 0, c.Limits.MaxBodies < 0, c.Limits.MaxDepth < 0, c.Limits.MaxChoices < 0, c.Limits.MaxLogprobs < 0,
 		c.Limits.VocabSize < 0, c.Limits.MaxModelLen < 0:
 		return fmt.Errorf("frontend: Config.Limits has a negative field: %+v", c.Limits)
 	case c.DrainTimeout < 0, c.WriteTimeout < 0, c.ReadTimeout < 0:
@@ -126,6 +131,7 @@ type Server struct {
 	started time.Time
 	handler http.Handler
 	seeds   seeds
+	bodies  atomic.Int64 // bytes that requests hold
 
 	prompts *Prompter
 
