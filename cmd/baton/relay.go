@@ -101,7 +101,7 @@ func (f *relayFlags) relay(env *environment, sec *security, tracer *tracing.Trac
 	c := relay.Config{
 		Engine: f.Engine, Connector: f.Connector, Schedule: f.Schedule, PrefillRouter: f.PrefillRouter, DecodeRouter: f.DecodeRouter,
 		SilentReprefill: relay.SilentPolicy(f.SilentReprefill), LocalPrefillBelow: f.LocalBelow, StripHistory: f.StripHistory, RolloutFields: f.RolloutFields, NodeID: f.NodeID,
-		MaxRetries: f.MaxRetries, WorkerWait: f.WorkerWait, Logger: env.log, Registry: newRegistry(), TLS: sec.id.Client(),
+		MaxRetries: f.MaxRetries, WorkerWait: f.WorkerWait, Logger: env.log, Registry: newRegistry(), TLS: sec.id.Client(), Insecure: sec.insecure,
 		Limits:   relay.Limits{MaxBody: int64(f.MaxBody), MaxBodies: int64(f.MaxBodies), MaxAnswer: int64(f.MaxAnswer)},
 		Timeouts: relay.Timeouts{Leg: f.LegTimeout, Stream: f.StreamTimeout},
 	}

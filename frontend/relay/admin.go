@@ -3,6 +3,7 @@ package relay
 import (
 	"encoding/json"
 	"errors"
+	"fmt"
 	"io"
 	"net"
 	"net/http"
@@ -112,21 +113,40 @@ func (s *Server) admin(w http.ResponseWriter, r *http.Request) bool {
 			return true
 		}
 		writeError(w, errUnauthorized)
-	case isLoopback(r.RemoteAddr):
-		return true
 	default:
+		why := foreign(r)
+		if why == "" {
+			return true
+		}
 		writeError(w, &apiError{
-			status: http.StatusForbidden, kind: "invalid_request_error",
-			message: "the pools can be changed from this host only; a key for others is set with --admin-key-file",
+			status: http.StatusForbidden, kind: "invalid_request_error", code: "admin_key_required",
+			message: "without --admin-key-file the pools can be seen and changed by this host's own processes only, and " + why,
 		})
 	}
 	return false
 }
 
-func isLoopback(addr string) bool {
-	host, _, err := net.SplitHostPort(addr)
-	ip := net.ParseIP(host)
-	return err == nil && ip != nil && ip.IsLoopback()
+// through are headers of requests that a browser or a proxy makes for somebody else.
+var through = []string{"Origin", "Forwarded", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-Ip", "Via"}
+
+// foreign says why a request may come from elsewhere; "" if a process of this host makes it for itself.
+func foreign(r *http.Request) string {
+	if host, _, err := net.SplitHostPort(r.RemoteAddr); err != nil || !isLoopbackName(host) {
+		return "this request comes from " + r.RemoteAddr
+	}
+	for _, name := range through {
+		if r.Header[name] != nil {
+			return "this request has the header " + name + ", so that it may come through a proxy or a web page"
+		}
+	}
+	host := r.Host
+	if name, _, err := net.SplitHostPort(host); err == nil {
+		host = name
+	}
+	if !isLoopbackName(strings.Trim(host, "[]")) {
+		return fmt.Sprintf("this request was sent to %q, which is no name of this host: use 127.0.0.1 or localhost", r.Host)
+	}
+	return ""
 }
 
 // postWorker adds {"url": "http://HOST:PORT", "role": "prefill", "decode" or "both"}.
@@ -179,11 +199,17 @@ func (s *Server) postWorker(w http.ResponseWriter, r *http.Request) {
 		writeError(w, badRequest("role", "role is %q; it takes prefill, decode or both", q.Role))
 		return
 	}
-	for _, l := range legs {
-		if _, err := s.addWorker(spec, l); err != nil {
-			writeError(w, &apiError{status: http.StatusConflict, kind: "invalid_request_error", message: err.Error()})
-			return
-		}
+	switch err := s.addWorker(spec, legs...); {
+	case err == nil:
+	case errors.Is(err, errShuttingDown):
+		writeError(w, errShuttingDown)
+		return
+	case errors.As(err, new(*plainError)):
+		writeError(w, badRequest("url", "%v", err))
+		return
+	default:
+		writeError(w, &apiError{status: http.StatusConflict, kind: "invalid_request_error", message: err.Error()})
+		return
 	}
 	writeValue(w, http.StatusAccepted, map[string]string{"url": spec.URL, "role": q.Role, "state": "joins when it is healthy"})
 }

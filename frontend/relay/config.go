@@ -59,11 +59,14 @@ type Config struct {
 
 	// TLS is the trust for https workers; nil is the system's. Its certificates are shown to workers that ask.
 	TLS *tls.Config
+	// Insecure allows workers of http:// beyond this host.
+	Insecure bool
 	// EngineKey is sent to workers as their bearer token, in place of what clients send.
 	EngineKey string
 	// Authorize checks a client's request; nil lets everybody in. /health and /metrics are not checked.
 	Authorize func(*http.Request) bool
-	// AuthorizeAdmin checks requests that change the pools; nil lets this host's processes in.
+	// AuthorizeAdmin checks requests that see or change the pools; nil lets this host's processes in, but not what comes
+	// through proxies and browsers.
 	AuthorizeAdmin func(*http.Request) bool
 	// Logger gets a line a request; nil discards them.
 	Logger *slog.Logger

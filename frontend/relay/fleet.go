@@ -262,21 +262,26 @@ func (w *worker) state(now time.Time) string {
 	return "is healthy"
 }
 
-// add makes a worker known for a leg, or an already known one take that leg too. The result is nil if that changes
-// nothing.
-func (f *fleet) add(spec Worker, l legKind, e func() *endpoint, hostname string) (w *worker, isNew bool) {
+// add makes a worker known for some legs, or an already known one take them too. It is an error, and changes nothing, if
+// that one takes any of them.
+func (f *fleet) add(spec Worker, legs []legKind, e func() *endpoint, hostname string) (w *worker, isNew bool, err error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	for _, w := range f.workers {
-		if w.URL == spec.URL && !w.leaving {
-			if w.roles[l] {
-				return nil, false
-			}
-			w.roles[l] = true
-			w.healthy, w.joined = false, false // for a prefill worker more must be known
-			w.probeNow()
-			return w, false
+		if w.URL != spec.URL || w.leaving {
+			continue
 		}
+		for _, l := range legs {
+			if w.roles[l] {
+				return nil, false, fmt.Errorf("%s is a %v worker already", spec.URL, l)
+			}
+		}
+		for _, l := range legs {
+			w.roles[l] = true
+		}
+		w.healthy, w.joined = false, false // for a prefill worker more must be known
+		w.probeNow()
+		return w, false, nil
 	}
 	slot := 0
 	for slices.ContainsFunc(f.workers, func(w *worker) bool { return w.slot == slot }) {
@@ -284,9 +289,11 @@ func (f *fleet) add(spec Worker, l legKind, e func() *endpoint, hostname string)
 	}
 	f.lastID++
 	w = &worker{Worker: spec, id: f.lastID, slot: slot, hostname: hostname, endpoint: e(), kick: make(chan struct{}, 1), running: make(map[*lease]struct{}), identified: make(chan struct{}), told: make(chan struct{})}
-	w.roles[l] = true
+	for _, l := range legs {
+		w.roles[l] = true
+	}
 	f.workers = append(f.workers, w)
-	return w, true
+	return w, true, nil
 }
 
 // leave lets a worker get no more requests. The channel closes when it has none; nil means that there is no such

@@ -13,7 +13,7 @@ import (
 // loneWorker is a fleet of one healthy decode worker.
 func loneWorker() (*fleet, *worker) {
 	f := newFleet(new(route.TurnRouter), new(route.TurnRouter))
-	w, _ := f.add(Worker{URL: "http://w"}, decodeLeg, func() *endpoint { return nil }, "w")
+	w, _, _ := f.add(Worker{URL: "http://w"}, []legKind{decodeLeg}, func() *endpoint { return nil }, "w")
 	f.setHealth(w, w.roles, nil, 0)
 	return f, w
 }
@@ -27,7 +27,7 @@ func (f *fleet) tryAcquire(ctx context.Context, wait time.Duration) (*lease, err
 func TestBreakersLeaveOneWorker(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f, bad := loneWorker()
-		good, _ := f.add(Worker{URL: "http://good"}, decodeLeg, func() *endpoint { return nil }, "good")
+		good, _, _ := f.add(Worker{URL: "http://good"}, []legKind{decodeLeg}, func() *endpoint { return nil }, "good")
 		f.setHealth(good, good.roles, nil, 0)
 		count := func(n int) (trials, others int) {
 			for range n {
@@ -125,7 +125,7 @@ func TestRoleComesDuringAProbe(t *testing.T) {
 	if before[prefillLeg] {
 		other = decodeLeg
 	}
-	if again, isNew := f.add(w.Worker, other, nil, ""); again != w || isNew {
+	if again, isNew, err := f.add(w.Worker, []legKind{other}, nil, ""); again != w || isNew || err != nil {
 		t.Fatal("another worker")
 	}
 	if f.setHealth(w, before, nil, 0) || f.hasJoined(w) {

@@ -8,6 +8,7 @@ import (
 	"net"
 	"net/http"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -70,7 +71,7 @@ func New(cfg Config) (*Server, error) {
 	s.handler = s.routes()
 	for l, list := range [][]Worker{cfg.Prefill, cfg.Decode} {
 		for _, w := range list {
-			if _, err := s.addWorker(w, legKind(l)); err != nil {
+			if err := s.addWorker(w, legKind(l)); err != nil {
 				s.Close()
 				return nil, fmt.Errorf("relay: Config.%s: %w", [...]string{"Prefill", "Decode"}[l], err)
 			}
@@ -241,28 +242,28 @@ var errShuttingDown = &apiError{
 	message: "the relay is shutting down: send the request again",
 }
 
-// addWorker makes a worker take a leg and watches it.
-func (s *Server) addWorker(spec Worker, l legKind) (*worker, error) {
+// addWorker makes a worker take legs and watches it.
+func (s *Server) addWorker(spec Worker, legs ...legKind) error {
 	u, err := parseBase(spec.URL)
 	if err != nil {
-		return nil, err
+		return err
+	}
+	if u.Scheme == "http" && !s.cfg.Insecure && !isLoopbackName(u.Hostname()) {
+		return &plainError{spec.URL}
 	}
 	if err := checkEvents(&spec); err != nil {
-		return nil, err
-	}
-	w, isNew := s.fleet.add(spec, l, func() *endpoint {
-		return newEndpoint(u, s.cfg.TLS, s.cfg.Timeouts.Connect, s.cfg.Timeouts.Idle)
-	}, u.Hostname())
-	if w == nil {
-		return nil, fmt.Errorf("%s is a %v worker already", spec.URL, l)
-	}
-	if !isNew {
-		return w, nil
+		return err
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.draining {
-		return nil, errShuttingDown
+		return errShuttingDown
+	}
+	w, isNew, err := s.fleet.add(spec, legs, func() *endpoint {
+		return newEndpoint(u, s.cfg.TLS, s.cfg.Timeouts.Connect, s.cfg.Timeouts.Idle)
+	}, u.Hostname())
+	if err != nil || !isNew {
+		return err
 	}
 	ctx, stop := context.WithCancel(s.ctx)
 	w.stop = stop
@@ -272,7 +273,21 @@ func (s *Server) addWorker(spec Worker, l legKind) (*worker, error) {
 		s.watch(ctx, w)
 	})
 	s.followEvents(ctx, w)
-	return w, nil
+	return nil
+}
+
+// plainError refuses a worker that prompts and keys would go to in the clear.
+type plainError struct{ url string }
+
+func (e *plainError) Error() string {
+	return e.url + " reaches beyond this host without TLS: name the worker by https://, or start the relay with --insecure"
+}
+
+// isLoopbackName reports whether a host without port is this one.
+func isLoopbackName(host string) bool {
+	host, _, _ = strings.Cut(host, "%")
+	ip := net.ParseIP(host)
+	return host == "localhost" || ip != nil && ip.IsLoopback()
 }
 
 var errNoSuchWorker = errors.New("no such worker")
