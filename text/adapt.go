@@ -12,7 +12,7 @@ import (
 // traits is what was found out about a template by trying it.
 type traits struct {
 	partLists       bool // it shows a list of one text part as it shows the text
-	decodeArguments bool // it formats tool-call arguments itself, and spoils them if they are a string
+	decodeArguments bool // it formats tool-call arguments itself, and spoils them, or does not take them apart, if they are a string
 	nullContent     bool // it shows calls only beside content that is null
 	textContent     bool // or only beside content that is a string
 }
@@ -57,10 +57,17 @@ func (tm *Template) probe() traits {
 	}
 	return traits{
 		partLists:       asParts != "" && asParts == asText && strings.Contains(asText, probeText),
-		decodeArguments: strings.Contains(call(content, probeArguments), "needle") && !strings.Contains(call(content, string(quoted)), probeArguments),
+		decodeArguments: takesApart(call(content, probeArguments), call(content, string(quoted))),
 		nullContent:     null && !text,
 		textContent:     text && !null,
 	}
+}
+
+// takesApart reports whether a template does more with arguments that are an object than to print them. The other text is what it
+// makes of them as a string.
+func takesApart(object, text string) bool {
+	printed := strings.Contains(object, `"needle":`) || strings.Contains(object, `'needle':`)
+	return strings.Contains(object, "needle") && (!printed || !strings.Contains(text, probeArguments))
 }
 
 // adapt changes decoded messages into what the template can take.

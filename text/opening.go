@@ -8,6 +8,7 @@ import (
 	"maps"
 	"slices"
 	"strings"
+	"sync"
 )
 
 // Opening is the beginning of a call as a model's template writes it. A prompt that ends with it leaves the model no choice
@@ -45,11 +46,11 @@ const (
 	askNot    = `this model thinks before it calls a function: send "chat_template_kwargs": {"enable_thinking": false}`
 )
 
-// Conversations that a template's calls are learned from.
+// What a template's calls are learned from.
 const (
-	openUser  = `{"role":"user","content":"question"}`
-	openOther = "view" // another function than any that begins otherwise
-	openThird = "look"
+	openUser     = `{"role":"user","content":"question"}`
+	openFunction = "look"
+	openOther    = "view"
 )
 
 // openCall is a message with one call. Ids have nine letters and digits, which some templates insist on.
@@ -74,64 +75,108 @@ func (t *Tokenizer) OpenCall(ctx context.Context, tm *Template, f OutputFormat, 
 	if f.tools == nil {
 		return nil, &OpeningError{noFormat}
 	}
-	c.ContinueFinalMessage, c.Documents = false, nil
 	if function != "" && !isPlainName(function) {
 		return nil, &OpeningError{notPlain}
 	}
+	w, err := tm.written(ctx, f, c.Extra)
+	if err != nil {
+		return nil, err
+	}
+	o := &Opening{t: t, format: f, thinks: w.thinks, drop: w.drop, close: w.close}
+	if function == "" {
+		o.openAny(w, ToolNames(c.Tools))
+		return o, nil
+	}
+	if err := o.openThis(w, function); err != nil {
+		return nil, err
+	}
+	return o, nil
+}
+
+// writtenCall is how a template writes calls.
+type writtenCall struct {
+	thinks      bool   // its prompts end within reasoning
+	drop, close string // as in Opening
+	call        string // of openFunction
+	bare        string // with another id and without arguments
+	name        int    // where the name is
+	same        int    // how much of both is the same
+}
+
+// calls remembers how a template writes calls.
+type calls struct {
+	mu    sync.Mutex
+	known map[callsKey]*writtenCall
+}
+
+type callsKey struct {
+	format OutputFormat
+	extra  string
+}
+
+// Bounds on what is remembered of a template.
+const (
+	maxCallsKnown = 32
+	maxCallsExtra = 1024
+)
+
+// written is how a template writes calls that the format's parser reads, with these arguments.
+func (tm *Template) written(ctx context.Context, f OutputFormat, extra []byte) (*writtenCall, error) {
+	key := callsKey{f, string(extra)}
+	tm.calls.mu.Lock()
+	w := tm.calls.known[key]
+	tm.calls.mu.Unlock()
+	if w != nil {
+		return w, nil
+	}
 	var refused *OpeningError
 	for _, quoted := range []bool{true, false} { // arguments as the API has them, then as many templates want them
-		o := &Opening{t: t, format: f}
-		err := o.learn(&lesson{ctx: ctx, tm: tm, chat: c, function: function, quoted: quoted})
-		if !errors.As(err, &refused) {
-			return o, err
+		l := &lesson{ctx: ctx, tm: tm, format: f, extra: extra, quoted: quoted}
+		w, err := l.learn()
+		if errors.As(err, &refused) {
+			continue
 		}
+		if err != nil {
+			return nil, err
+		}
+		tm.calls.mu.Lock()
+		defer tm.calls.mu.Unlock()
+		if tm.calls.known == nil {
+			tm.calls.known = map[callsKey]*writtenCall{}
+		}
+		if len(tm.calls.known) < maxCallsKnown && len(extra) <= maxCallsExtra {
+			tm.calls.known[key] = w
+		}
+		return w, nil
 	}
 	return nil, refused
 }
 
-// lesson is what a template writes of a call.
+// lesson is a template that is made to write calls.
 type lesson struct {
-	ctx      context.Context
-	tm       *Template
-	chat     Chat
-	function string
-	quoted   bool
+	ctx    context.Context
+	tm     *Template
+	format OutputFormat
+	extra  []byte
+	quoted bool // arguments are strings
 
 	prompt string
 	calls  [3]string // behind the prompt: a call; with another id and no arguments; of another function
 }
 
-// name is a function that may be called.
-func (l *lesson) name() string {
-	if l.function != "" {
-		return l.function
-	}
-	return openThird
-}
-
-// other is another one, which begins otherwise.
-func (l *lesson) other() string {
-	if strings.HasPrefix(l.name(), openOther[:1]) {
-		return openThird
-	}
-	return openOther
-}
-
 // render gives the text of a conversation with these messages.
 func (l *lesson) render(messages string, generationPrompt bool) (string, error) {
-	c := l.chat
-	c.Messages, c.Tools, c.AddGenerationPrompt = []byte("["+messages+"]"), []byte(tryTools), generationPrompt
-	p, err := l.tm.Render(l.ctx, c)
+	p, err := l.tm.Render(l.ctx, Chat{Messages: []byte("[" + messages + "]"), Tools: []byte(tryTools), Extra: l.extra, AddGenerationPrompt: generationPrompt})
 	return p.Text, err
 }
 
-// write lets the template write. ok is false if what it shows of calls does not follow its prompt; then it does for no call.
+// write lets the template write. ok is false if what it shows of calls does not follow its prompt.
 func (l *lesson) write() (ok bool, err error) {
 	if l.prompt, err = l.render(openUser, true); err != nil {
 		return false, err
 	}
 	for i, call := range []struct{ id, function, arguments string }{
-		{"call1abcd", l.name(), `{"a": "b"}`}, {"abcd1call", l.name(), `{}`}, {"call1abcd", l.other(), `{"a": "b"}`},
+		{"call1abcd", openFunction, `{"a": "b"}`}, {"abcd1call", openFunction, `{}`}, {"call1abcd", openOther, `{"a": "b"}`},
 	} {
 		if l.quoted {
 			b, _ := jsontext.AppendQuote(nil, call.arguments)
@@ -149,35 +194,38 @@ func (l *lesson) write() (ok bool, err error) {
 	return true, nil
 }
 
-// learn sets the opening to what the template writes, if the parser can read it.
-func (o *Opening) learn(l *lesson) error {
+// learn gives what the template writes, if the parser can read it.
+func (l *lesson) learn() (*writtenCall, error) {
 	follows, err := l.write()
 	if err != nil {
-		return err
+		return nil, err
 	}
-	o.thinks = o.format.OpensReasoning(l.prompt)
-	rest, closed := skipReasoning(l.calls[0], o.thinks)
+	w := &writtenCall{thinks: l.format.OpensReasoning(l.prompt)}
+	rest, closed := skipReasoning(l.calls[0], w.thinks)
 	switch {
-	case o.thinks && !(follows && closed):
-		if err := o.unthink(l); err != nil {
-			return err
+	case w.thinks && !(follows && closed):
+		if err := l.unthink(w); err != nil {
+			return nil, err
 		}
 		rest, _ = skipReasoning(l.calls[0], false)
 	case !follows:
-		return &OpeningError{notShown}
+		return nil, &OpeningError{notShown}
 	}
 	from := len(l.calls[0]) - len(rest)
-	o.close += l.calls[0][:from]
-	return o.cut(l, from)
+	w.close += l.calls[0][:from]
+	w.call, w.name, w.same = rest, commonPrefix(l.calls[0], l.calls[2])-from, commonPrefix(l.calls[0], l.calls[1])-from
+	if w.name <= 0 || w.same <= 0 || !strings.HasPrefix(rest[w.name:], openFunction) || !l.format.reads(rest, openFunction) {
+		return nil, &OpeningError{notShown}
+	}
+	w.bare = l.calls[1][from:]
+	return w, nil
 }
 
-// unthink learns from the template as it writes when it is told not to let the model think, which may differ in how the prompt
-// ends only.
-func (o *Opening) unthink(l *lesson) error {
-	open := l.prompt
+// unthink lets the template write as it does when it is told not to let the model think, which may change how the prompt ends only.
+func (l *lesson) unthink(w *writtenCall) error {
 	extra := map[string]jsontext.Value{}
-	if len(l.chat.Extra) > 0 {
-		if err := json.Unmarshal(l.chat.Extra, &extra, looseJSON); err != nil {
+	if len(l.extra) > 0 {
+		if err := json.Unmarshal(l.extra, &extra, looseJSON); err != nil {
 			return l.tm.failure(err)
 		}
 	}
@@ -186,21 +234,21 @@ func (o *Opening) unthink(l *lesson) error {
 	}
 	told := *l
 	var err error
-	if told.chat.Extra, err = json.Marshal(extra, json.Deterministic(true)); err != nil {
+	if told.extra, err = json.Marshal(extra); err != nil {
 		return l.tm.failure(err)
 	}
 	ok, err := told.write()
 	switch {
 	case err != nil:
 		return err
-	case !ok || o.format.OpensReasoning(told.prompt):
+	case !ok || l.format.OpensReasoning(told.prompt):
 		return &OpeningError{mustThink}
 	}
-	n := commonPrefix(open, told.prompt)
-	if len(open)-n > len(o.format.reasoning.open)+2 {
+	n := commonPrefix(l.prompt, told.prompt)
+	if len(l.prompt)-n > len(l.format.reasoning.open)+2 {
 		return &OpeningError{askNot}
 	}
-	o.drop, o.close, l.calls = open[n:], told.prompt[n:], told.calls
+	w.drop, w.close, l.calls = l.prompt[n:], told.prompt[n:], told.calls
 	return nil
 }
 
@@ -220,37 +268,35 @@ func skipReasoning(s string, open bool) (rest string, closed bool) {
 	return s, false
 }
 
-// cut finds where in the written calls, behind the first bytes, the opening ends.
-func (o *Opening) cut(l *lesson, from int) error {
-	shown, function := l.calls[0], l.name()
-	name, end := commonPrefix(shown, l.calls[2]), commonPrefix(shown, l.calls[1])
-	if name <= from || !strings.HasPrefix(shown[name:], function) || !o.reads(shown[from:], function) {
-		return &OpeningError{notShown}
-	}
-	if l.function == "" {
-		end, o.need = min(end, name), 1
-		for _, f := range ToolNames(l.chat.Tools) {
-			if len(o.next) < maxNext && isPlainName(f) {
-				o.next = append(o.next, shown[end:name]+f+shown[name+len(function):])
-			}
+// openAny ends the opening where the name begins.
+func (o *Opening) openAny(w *writtenCall, functions []string) {
+	end := min(w.name, w.same)
+	o.call, o.need = w.call[:end], 1
+	for _, f := range functions {
+		if len(o.next) < maxNext && isPlainName(f) {
+			o.next = append(o.next, w.call[end:w.name]+f+w.call[w.name+len(openFunction):])
 		}
-	} else {
-		end = len(strings.TrimRight(shown[:end], "{<")) // what differs may begin alike
-		o.need = name + len(function) - from
 	}
-	if end < from+o.need {
+	if len(o.next) == 0 {
+		o.next = []string{w.call[end:]}
+	}
+}
+
+// openThis ends it where the arguments of a function begin.
+func (o *Opening) openThis(w *writtenCall, function string) error {
+	after := w.name + len(openFunction)
+	end := len(strings.TrimRight(w.call[:w.same], "{<")) // what differs may begin alike
+	if end < after || strings.Contains(w.call[after:end], openFunction) {
 		return &OpeningError{cannotTie}
 	}
-	o.next = append(o.next, shown[end:])
-	if l.function != "" {
-		o.next = append(o.next, l.calls[1][end:])
-		if shown[end] == '{' {
-			o.next = append(o.next, "{\n")
-		}
-	} else if len(o.next) > 1 {
-		o.next = o.next[:len(o.next)-1] // a function that the request does not have
+	if !o.format.reads(w.call[:w.name]+function+w.call[after:], function) {
+		return &OpeningError{notShown}
 	}
-	o.call = shown[from:end]
+	o.call, o.need = w.call[:w.name]+function+w.call[after:end], w.name+len(function)
+	o.next = []string{w.call[end:], w.bare[end:]}
+	if strings.HasPrefix(w.call[end:], "{") {
+		o.next = append(o.next, "{\n")
+	}
 	return nil
 }
 
@@ -267,9 +313,9 @@ func isPlainName(name string) bool {
 	return name != "" && len(name) <= maxNameBytes
 }
 
-// reads tells whether the parser finds the call at once.
-func (o *Opening) reads(shown, function string) bool {
-	p := OutputFormat{tools: o.format.tools}.NewParser(OutputOptions{Tools: []byte(tryTools)})
+// reads tells whether the parser finds a call at once.
+func (f OutputFormat) reads(shown, function string) bool {
+	p := OutputFormat{tools: f.tools}.NewParser(OutputOptions{Tools: []byte(tryTools)})
 	deltas := slices.Clone(p.Push(shown))
 	deltas = append(deltas, p.Flush()...)
 	if len(deltas) == 0 || deltas[0].Kind != DeltaToolCall || deltas[0].Call.Name != function {

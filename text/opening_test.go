@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 
 	"pgregory.net/rapid"
@@ -174,7 +175,7 @@ func checkOpening(t *testing.T, tok *Tokenizer, tm *Template, f OutputFormat, o 
 	if name == "" {
 		name = "get"
 	}
-	written := writtenCall(t, tm, chat, name, o.drop != "")
+	written := answerWithCall(t, tm, chat, name, o.drop != "")
 	if !strings.HasPrefix(written, text) {
 		t.Errorf("the template writes %q, not %q", written, text)
 		return
@@ -209,8 +210,8 @@ func checkOpening(t *testing.T, tok *Tokenizer, tm *Template, f OutputFormat, o 
 	}
 }
 
-// writtenCall is the text of a chat with an answer that calls a function.
-func writtenCall(t *testing.T, tm *Template, chat Chat, name string, told bool) string {
+// answerWithCall is the text of a chat with an answer that calls a function.
+func answerWithCall(t *testing.T, tm *Template, chat Chat, name string, told bool) string {
 	t.Helper()
 	const arguments = `{"city": "Zürich"}`
 	if told {
@@ -390,4 +391,27 @@ func TestOpeningOfAnyName(t *testing.T) {
 			rt.Fatalf("%s, %q: %q, %v", c.name, name, opened.Call, err)
 		}
 	})
+}
+
+// TestWrittenCallsAreKnown: what a template writes is learned once for arguments of the template, of which a bounded number is
+// remembered, by many at a time.
+func TestWrittenCallsAreKnown(t *testing.T) {
+	tok := byteTokenizer(t)
+	tm, f := openingTemplate(t, tok, openingHead+`{{ mode }}`+hermesCall+openingFoot+`{% if add_generation_prompt %}{{ mode }}{% endif %}`, "hermes", "none")
+	var all sync.WaitGroup
+	for i := range 4 {
+		all.Go(func() {
+			for k := range 2 * maxCallsKnown {
+				mode := fmt.Sprint("m", (k+i)%(maxCallsKnown+8), " ")
+				o, err := tok.OpenCall(t.Context(), tm, f, Chat{Tools: []byte(openingTools), Extra: []byte(`{"mode":"` + mode + `"}`)}, "f")
+				if err != nil || o.call != `<tool_call>`+"\n"+`{"name": "f", "arguments": ` {
+					t.Errorf("%s: %+v, %v", mode, o, err)
+				}
+			}
+		})
+	}
+	all.Wait()
+	if n := len(tm.calls.known); n != maxCallsKnown {
+		t.Errorf("%d are remembered", n)
+	}
 }

@@ -33,6 +33,7 @@ type Template struct {
 	needles   []string    // strings that it looks for in messages
 	mutates   bool        // it may change its variables
 	local     func() bool // what it shows of a message depends on few others (see window)
+	calls     calls       // how it writes calls, as far as that was asked
 }
 
 // Chat is what a template renders. The JSON values keep the order of their names.

@@ -262,6 +262,8 @@ func TestAdapt(t *testing.T) {
 		{"arguments for tojson", calls("c.function.arguments | tojson"), call, `{"b": 1, "a": 2}`},
 		{"arguments for a string", calls(`"args " + c.function.arguments`), call, `args {"b": 1,"a":2}`},
 		{"arguments for either", calls(`c.function.arguments if c.function.arguments is string else c.function.arguments | tojson`), call, `{"b": 1,"a":2}`},
+		{"arguments that are taken apart, or else one string", calls(`"<arguments>" + c.function.arguments + "</arguments>" if c.function.arguments is string else c.function.arguments.keys() | join("+")`), call, "b+a"},
+		{"arguments as Python shows them", calls(`c.function.arguments`), call, `{"b": 1,"a":2}`},
 		{"content that must be null", each(`{% if m.content is none %}{{ m.tool_calls[0].function.arguments }}{% else %}{{ m.content }}{% endif %}`), call, `{"b": 1,"a":2}`},
 		{"content that must be a string", each(`{{ m.content + m.tool_calls[0].function.arguments }}`), strings.Replace(call, `"content":"",`, "", 1), `{"b": 1,"a":2}`},
 		{"content that is null must be a string", each(`{{ m.content + m.tool_calls[0].function.arguments }}`), strings.Replace(call, `"content":""`, `"content":null`, 1), `{"b": 1,"a":2}`},
