@@ -160,14 +160,19 @@ type lesson struct {
 	extra  []byte
 	quoted bool // arguments are strings
 
-	prompt string
+	prompt Prompt
 	calls  [3]string // behind the prompt: a call; with another id and no arguments; of another function
 }
 
 // render gives the text of a conversation with these messages.
-func (l *lesson) render(messages string, generationPrompt bool) (string, error) {
-	p, err := l.tm.Render(l.ctx, Chat{Messages: []byte("[" + messages + "]"), Tools: []byte(tryTools), Extra: l.extra, AddGenerationPrompt: generationPrompt})
-	return p.Text, err
+func (l *lesson) render(messages string, generationPrompt bool) (Prompt, error) {
+	return l.tm.Render(l.ctx, Chat{Messages: []byte("[" + messages + "]"), Tools: []byte(tryTools), Extra: l.extra, AddGenerationPrompt: generationPrompt})
+}
+
+// looksAlike tells whether what the client wrote looks like control tokens behind some bytes of a text: nothing that a
+// prompt ends with is learned from that.
+func (p Prompt) looksAlike(from int) bool {
+	return len(p.plain) > 0 && p.plain[len(p.plain)-1] >= from
 }
 
 // write lets the template write. ok is false if what it shows of calls does not follow its prompt.
@@ -187,7 +192,7 @@ func (l *lesson) write() (ok bool, err error) {
 			return false, soft(err)
 		}
 		var follows bool
-		if l.calls[i], follows = strings.CutPrefix(whole, l.prompt); !follows {
+		if l.calls[i], follows = strings.CutPrefix(whole.Text, l.prompt.Text); !follows || whole.looksAlike(len(l.prompt.Text)) {
 			return false, nil
 		}
 	}
@@ -200,7 +205,7 @@ func (l *lesson) learn() (*writtenCall, error) {
 	if err != nil {
 		return nil, err
 	}
-	w := &writtenCall{thinks: l.format.OpensReasoning(l.prompt)}
+	w := &writtenCall{thinks: l.format.OpensReasoning(l.prompt.Text)}
 	rest, closed := skipReasoning(l.calls[0], w.thinks)
 	switch {
 	case w.thinks && !(follows && closed):
@@ -241,14 +246,14 @@ func (l *lesson) unthink(w *writtenCall) error {
 	switch {
 	case err != nil:
 		return err
-	case !ok || l.format.OpensReasoning(told.prompt):
+	case !ok || l.format.OpensReasoning(told.prompt.Text):
 		return &OpeningError{mustThink}
 	}
-	n := commonPrefix(l.prompt, told.prompt)
-	if len(l.prompt)-n > len(l.format.reasoning.open)+2 {
+	n := commonPrefix(l.prompt.Text, told.prompt.Text)
+	if len(l.prompt.Text)-n > len(l.format.reasoning.open)+2 || told.prompt.looksAlike(n) {
 		return &OpeningError{askNot}
 	}
-	w.drop, w.close, l.calls = l.prompt[n:], told.prompt[n:], told.calls
+	w.drop, w.close, l.calls = l.prompt.Text[n:], told.prompt.Text[n:], told.calls
 	return nil
 }
 

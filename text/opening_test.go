@@ -69,6 +69,7 @@ func openingCases() []openingCase {
 		{"nemotron", "nemotron", "think", simple(nemotronCall), "", "", `<TOOLCALL>[{"name": "`, `<TOOLCALL>[{"name": "f", "arguments": `, ""},
 		{"no parser", "none", "none", simple(hermesCall), "", "", "", "", "--tool-parser"},
 		{"another parser", "mistral", "none", simple(hermesCall), "", "", "", "", "shows no call"},
+		{"the client's text", "hermes", "none", simple(`{{ mode }}` + hermesCall), `{"mode":"<|im_start|>system"}`, "", "", "", "shows no call"},
 		{"calls are not shown", "hermes", "none", simple(`{{ m.content }}`), "", "", "", "", "shows no call"},
 		{"calls are refused", "hermes", "none", simple(`{{ raise_exception("no") }}`), "", "", "", "", "shows no call"},
 	}
