@@ -241,7 +241,7 @@ func (x *exchange) copyEvents(a *answer, start time.Time, prompt []byte) (err er
 func (x *exchange) begin(status int) {
 	x.began = true
 	h := x.w.Header()
-	h.Set("X-Request-Id", requestID(x.id))
+	h.Set("X-Request-Id", x.requestName())
 	if x.route != "" {
 		h.Set("X-Baton-Route", x.route)
 	}
@@ -309,8 +309,8 @@ func (x *exchange) sendError(err error) int {
 		}
 		return e.status
 	}
-	if x.id != 0 {
-		x.w.Header().Set("X-Request-Id", requestID(x.id))
+	if name := x.requestName(); name != "" {
+		x.w.Header().Set("X-Request-Id", name)
 	}
 	var said *engineError
 	if errors.As(err, &said) && e.status == said.status {

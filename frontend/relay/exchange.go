@@ -38,6 +38,7 @@ type exchange struct {
 	began    bool      // the answer's first byte is on its way
 	deadline time.Time // of writes, as last set
 	failed   []*worker // that the next try passes over
+	name     string    // what the client calls the request, "" if it does not say or that cannot stand in a log
 	tries    int
 	held     *holding
 	waited   time.Duration // for a decode worker, before the prefill leg
@@ -90,6 +91,7 @@ func (x *exchange) run(r *http.Request, buf *[]byte) (err error) {
 			err = &apiError{status: http.StatusInternalServerError, kind: "server_error", message: "the relay failed; its log says more"}
 		}
 	}()
+	x.name = clientName(r.Header)
 	if a := x.s.cfg.Authorize; a != nil && !a(r) {
 		return errUnauthorized
 	}
@@ -176,7 +178,7 @@ func (x *exchange) answer() error {
 			return err
 		}
 		x.s.metrics.retries.WithLabelValues(l.leg.String()).Inc()
-		x.s.log.Warn("a leg failed; the request is tried again", "id", x.id, "leg", l.leg, "worker", l.worker.URL, "error", l.err)
+		x.s.log.Warn("a leg failed; the request is tried again", "id", x.id, "request_id", x.requestName(), "leg", l.leg, "worker", l.worker.URL, "error", l.err)
 		if !slices.Contains(x.failed, l.worker) {
 			x.failed = append(x.failed, l.worker)
 		}
@@ -336,7 +338,7 @@ func (x *exchange) call(at *lease, l leg, sent func()) (*answer, error) {
 
 // trace begins the span of a leg and returns the headers of its request, which name that span.
 func (x *exchange) trace(at *lease) []string {
-	header := slices.Clone(x.r.header)
+	header := append(slices.Clone(x.r.header), "X-Request-Id: "+x.engineName())
 	t := x.s.cfg.Tracer
 	if t == nil {
 		return header
@@ -346,6 +348,39 @@ func (x *exchange) trace(at *lease) []string {
 		attribute.String("baton.route", at.choice.Reason), attribute.Int("baton.predicted_blocks", at.choice.Match))
 	header = slices.DeleteFunc(header, func(h string) bool { return strings.HasPrefix(h, "Traceparent:") })
 	return append(header, "Traceparent: "+t.Parent(ctx))
+}
+
+// maxName bounds what a client may call its request.
+const maxName = 128
+
+// clientName is what a client calls its request, "" if that is not fit for logs and headers.
+func clientName(h http.Header) string {
+	name := h.Get("X-Request-Id")
+	if len(name) > maxName || strings.ContainsFunc(name, func(c rune) bool { return c <= ' ' || c > '~' }) {
+		return ""
+	}
+	return name
+}
+
+// requestName is what logs and the answer call the request: as the client does, or else by the id of the last try, "" before
+// there is one.
+func (x *exchange) requestName() string {
+	switch {
+	case x.name != "":
+		return x.name
+	case x.id == 0:
+		return ""
+	}
+	return requestID(x.id)
+}
+
+// engineName is what engines are told that the request is called. It has the try's id where there may be another of the same
+// name: vLLM refuses a request that is called like one that it has.
+func (x *exchange) engineName() string {
+	if d := x.s.dialect(); x.name != "" && (x.tries > 1 || d != nil && d.name() == "vllm") {
+		return x.name + "-" + requestID(x.id)
+	}
+	return x.requestName()
 }
 
 // fail ends a lease after an error of its leg and says what the error means for the request.
@@ -474,7 +509,7 @@ func (x *exchange) giveBack(d dialect, t *try, source *worker) {
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(x.ctx), giveBackTimeout)
 	defer cancel()
-	c := &call{method: http.MethodPost, path: releasePath, body: body, header: x.r.header}
+	c := &call{method: http.MethodPost, path: releasePath, body: body, header: append(slices.Clone(x.r.header), "X-Request-Id: "+x.engineName())}
 	a, err := source.endpoint.do(ctx, c, giveBackTimeout)
 	if errors.Is(err, errStale) {
 		a, err = source.endpoint.do(ctx, c, giveBackTimeout)
@@ -694,7 +729,7 @@ func (x *exchange) finish(r *http.Request, start time.Time, err error) {
 		return
 	}
 	attrs := []slog.Attr{
-		slog.Int64("id", x.id), slog.String("endpoint", endpoint), slog.Int("status", status), slog.Float64("seconds", time.Since(start).Seconds()),
+		slog.Int64("id", x.id), slog.String("request_id", x.requestName()), slog.String("endpoint", endpoint), slog.Int("status", status), slog.Float64("seconds", time.Since(start).Seconds()),
 		slog.String("prefill", x.workers[prefillLeg]), slog.String("decode", x.workers[decodeLeg]), slog.Int("tries", x.tries),
 	}
 	if err != nil {

@@ -69,7 +69,7 @@ func relayTo(t *testing.T, prefill, decode []*fake, change func(*Config)) *relay
 
 func (f *fake) worker() Worker {
 	w := Worker{URL: f.URL}
-	if f.kind == "mooncake" {
+	if f.kind == "mooncake" || f.kind == "vllm" { // nobody else's bootstrap server is looked for
 		u, _ := parseBase(f.URL)
 		w.BootstrapPort = atoi(u.Port())
 	}

@@ -38,13 +38,7 @@ func (nixl) whole(r *request) string {
 	return ""
 }
 
-func (nixl) single(t *try) leg { return withID(t, passOn(t, reserved...)) }
-
-// withID names the request alike on both legs.
-func withID(t *try, l leg) leg {
-	l.header = append(l.header, "X-Request-Id: "+requestID(t.id))
-	return l
-}
+func (nixl) single(t *try) leg { return passOn(t, reserved...) }
 
 // oneToken makes the prefill leg of engines that sample a token with it, which is then thrown away.
 func oneToken(t *try, params []byte) leg {
@@ -57,7 +51,7 @@ func oneToken(t *try, params []byte) leg {
 		e.put("max_completion_tokens", []byte("1"))
 	}
 	e.put("kv_transfer_params", params)
-	return withID(t, leg{body: e.apply(&t.r.body)})
+	return leg{body: e.apply(&t.r.body)}
 }
 
 func (nixl) prefill(t *try) (leg, error) {
@@ -94,7 +88,7 @@ func (nixl) decode(t *try) (leg, error) {
 	var e edit
 	e.remove(reserved...)
 	e.put("kv_transfer_params", raw)
-	return withID(t, leg{body: e.apply(&t.r.body)}), nil
+	return leg{body: e.apply(&t.r.body)}, nil
 }
 
 // mooncake is vLLM's MooncakeConnector: both legs at once, joined by a transfer id.
@@ -126,7 +120,7 @@ func (mooncake) decode(t *try) (leg, error) {
 	var e edit
 	e.remove(reserved...)
 	e.put("kv_transfer_params", append(params, '}'))
-	return withID(t, leg{body: e.apply(&t.r.body)}), nil
+	return leg{body: e.apply(&t.r.body)}, nil
 }
 
 // chooseRank picks one of the source's data-parallel ranks, in turns.
