@@ -7,6 +7,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 )
 
 // body is a leg's as a map of its fields' bytes.
@@ -146,7 +147,7 @@ func TestVLLMBodies(t *testing.T) {
 		r := newRelay(t, kind, nil)
 		r.events(r.post(chatPath, `{"model":"toy","messages":["x"],"min_tokens":3,"max_tokens":4,"max_completion_tokens":4,"stream":true,"stream_options":{"include_usage":true}}`))
 		p, d := fieldsOf(t, r.prefill.last()), fieldsOf(t, r.decode.last())
-		if p["min_tokens"]+p["stream_options"] != "" || p["stream"] != "false" || p["max_tokens"] != "1" || p["max_completion_tokens"] != "1" {
+		if p["min_tokens"] != map[string]string{"mooncake": "1"}[kind] || p["stream_options"] != "" || p["stream"] != "false" || p["max_tokens"] != "1" || p["max_completion_tokens"] != "1" {
 			t.Errorf("%s, prefill: %v", kind, p)
 		}
 		if d["min_tokens"] != "3" || d["max_tokens"] != "4" || d["max_completion_tokens"] != "4" || d["stream"] != "true" || d["stream_options"] == "" {
@@ -204,6 +205,50 @@ func TestSingleLeg(t *testing.T) {
 	}
 }
 
+// A request whose first token ends it is served by either connector: what the prefill worker sampled counts for nothing.
+func TestFirstTokenEnds(t *testing.T) {
+	for _, kind := range []string{"vllm", "mooncake"} {
+		r := newRelay(t, kind, func(c *Config) { c.MaxRetries, c.Timeouts.Leg = 1, 5*time.Second })
+		for _, stream := range []string{"false", "true"} {
+			got := r.post(completionsPath, fmt.Sprintf(`{"model":"toy","prompt":[1,2,3],"max_tokens":2,"stream":%s,"stop_token_ids":[%d]}`, stream, next([]int{1, 2, 3})))
+			if got.status != http.StatusOK || len(r.prefill.requests()) != 1 {
+				t.Errorf("%s: %d %s after %d tries", kind, got.status, got.body, len(r.prefill.requests()))
+			}
+			counts([]*fake{r.prefill})
+		}
+	}
+}
+
+// SGLang's rooms differ as ids do, and spread over data-parallel ranks whenever ids are made.
+func TestSGLangRooms(t *testing.T) {
+	seen := map[int64]bool{}
+	for _, every := range []int64{1, 7, 64, 1000} {
+		ranks := make([]int, 8)
+		for i := range int64(2000) {
+			r := room(Snowflake(uint64(1_000_000_000*every+i*every), 3, 0, uint64(i%2)))
+			if seen[r] || r <= 0 {
+				t.Fatalf("room %d, again", r)
+			}
+			seen[r] = true
+			ranks[r%8]++
+		}
+		if slices.Min(ranks) < 150 || slices.Max(ranks) > 400 {
+			t.Errorf("ids every %d ms go to the ranks like %v", every, ranks)
+		}
+	}
+}
+
+// All samples of a prompt would meet in one of SGLang's rooms.
+func TestSGLangChoices(t *testing.T) {
+	r := newRelay(t, "sglang", nil)
+	for n, want := range map[string]int{"1": 200, "null": 200, "2": 400} {
+		got := r.post(completionsPath, `{"model":"toy","prompt":[1,2],"max_tokens":2,"n":`+n+`}`)
+		if got.status != want || want == 400 && !strings.Contains(got.body, `"param":"n"`) {
+			t.Errorf("n %s: %d %s", n, got.status, got.body)
+		}
+	}
+}
+
 // SGLang's batches have a room a prompt.
 func TestSGLangBatch(t *testing.T) {
 	ids := int64(1 << 40)
@@ -213,7 +258,8 @@ func TestSGLangBatch(t *testing.T) {
 		t.Fatal(err)
 	}
 	l, err := sglang{}.prefill(&try{r: r, id: 7, mint: mint, source: &worker{hostname: "h"}})
-	want := `{"prompt":[[1],[2],[3]],"stream":true,"bootstrap_host":["h","h","h"],"bootstrap_port":[8998,8998,8998],"bootstrap_room":[1099511627777,1099511627778,1099511627779]}`
+	want := `{"prompt":[[1],[2],[3]],"stream":true,"bootstrap_host":["h","h","h"],"bootstrap_port":[8998,8998,8998],"bootstrap_room":[%d,%d,%d]}`
+	want = fmt.Sprintf(want, room(1<<40+1), room(1<<40+2), room(1<<40+3))
 	if err != nil || string(l.body.join()) != want {
 		t.Errorf("%s, %v", l.body.join(), err)
 	}

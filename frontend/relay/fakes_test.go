@@ -569,8 +569,12 @@ func (f *fake) serveVLLM(w http.ResponseWriter, r *http.Request, q *query) {
 		if p.Transfer != "" {
 			key = p.Transfer
 		}
+		var stops []int
+		_ = json.Unmarshal(q.fields["stop_token_ids"], &stops)
 		f.mu.Lock()
-		f.exported[key] = q.ids
+		if p.Transfer == "" || q.int("min_tokens", 0) > 0 || !slices.Contains(stops, next(q.ids)) {
+			f.exported[key] = q.ids // Mooncake's connector frees what a token has ended
+		}
 		f.mu.Unlock()
 		mode := "pull"
 		if push {

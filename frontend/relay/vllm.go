@@ -41,8 +41,8 @@ func (nixl) whole(r *request) string {
 func (nixl) single(t *try) leg { return passOn(t, reserved...) }
 
 // oneToken makes the prefill leg of engines that sample a token with it, which is then thrown away.
-func oneToken(t *try, params []byte) leg {
-	var e edit
+func oneToken(t *try, params []byte, set ...assignment) leg {
+	e := edit{set: set}
 	e.remove(reserved...)
 	e.remove("stream_options", "min_tokens", "min_completion_tokens")
 	e.put("stream", []byte("false"))
@@ -103,7 +103,9 @@ func (mooncake) advice() string {
 func transferID(t *try) string { return "xfer-" + requestID(t.id) }
 
 func (mooncake) prefill(t *try) (leg, error) {
-	l := oneToken(t, []byte(`{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"`+transferID(t)+`"}`))
+	// A prefill worker whose token happens to end the request frees the KV, and the decode worker waits for it for minutes:
+	// with min_tokens it samples another token.
+	l := oneToken(t, []byte(`{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"`+transferID(t)+`"}`), assignment{"min_tokens", []byte{'1'}})
 	if t.rank != "" {
 		l.header = append(l.header, "X-data-parallel-rank: "+t.rank)
 	}
