@@ -1,6 +1,6 @@
 // Package text turns text into token ids and back: byte-level BPE tokenizers read from a Hugging Face
 // folder or from GGUF metadata, chat templates, streaming detokenization, stop strings, and parsers that sort
-// what a model answers into content, reasoning and tool calls.
+// what a model answers into content, reasoning and tool calls. A prompt can be made to end with the beginning of a call (Opening).
 //
 // A Tokenizer, a Template and an OutputFormat are immutable and safe for concurrent use; a Detokenizer, a
 // StopMatcher and an OutputParser each belong to one stream. Nothing here starts goroutines of its own or touches the network.

@@ -390,7 +390,7 @@ const maxTail = 32
 
 // tail gives the last ids of a prompt, at most n, whose text has just these ids, and that text.
 func (o *Opening) tail(prompt []int32, n int) ([]int32, string) {
-	for n = min(n, len(prompt)); n > 0; n -= 1 + n/8 {
+	for n = min(n, len(prompt)); n > 0; n-- {
 		last := prompt[len(prompt)-n:]
 		text := o.t.Decode(last, false)
 		if again, err := o.t.Encode(text, EncodeOptions{ParseSpecial: true}); err == nil && slices.Equal(again, last) {

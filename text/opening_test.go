@@ -266,7 +266,7 @@ func TestOpeningTokens(t *testing.T) {
 }
 
 // TestOpeningsOfRealTemplates: as TestOpenings, for the templates that come with the template engine's source and, as far as they
-// are in the cache, tokenizers of real models.
+// are in the cache, tokenizers of real models. BATON_TEMPLATES is a folder of more templates.
 func TestOpeningsOfRealTemplates(t *testing.T) {
 	out, err := exec.CommandContext(t.Context(), "go", "list", "-m", "-f", "{{.Dir}}", "github.com/ardanlabs/jinja").Output()
 	dir := strings.TrimSpace(string(out))
@@ -415,4 +415,52 @@ func TestWrittenCallsAreKnown(t *testing.T) {
 	if n := len(tm.calls.known); n != maxCallsKnown {
 		t.Errorf("%d are remembered", n)
 	}
+}
+
+// FuzzOpening: whatever ids a prompt has, an opening is put behind it, once.
+func FuzzOpening(f *testing.F) {
+	tok := byteTokenizer(f, "= _", "> Ċ", "Ċ Ċ", "Ċ <", "t h", "Ġ {", "\" :")
+	cases := slices.DeleteFunc(openingCases(), func(c openingCase) bool { return c.refused != "" })
+	f.Add(uint8(0), "get", []byte("\x00\x01<|im_start|>assistant\n"))
+	f.Add(uint8(4), "f", []byte("<think>\n"))
+	f.Add(uint8(5), "", []byte("th\xf0\x9f<think>\n"))
+	f.Fuzz(func(t *testing.T, which uint8, function string, raw []byte) {
+		c := cases[int(which)%len(cases)]
+		tm, format := openingTemplate(t, tok, c.template, c.tools, c.reasoning)
+		o, err := tok.OpenCall(t.Context(), tm, format, Chat{Tools: []byte(openingTools), Extra: []byte(c.extra)}, function)
+		if err != nil {
+			if _, ok := errors.AsType[*OpeningError](err); !ok || function == "" || isPlainName(function) {
+				t.Fatalf("%s, %q: %v", c.name, function, err)
+			}
+			return
+		}
+		prompt := make([]int32, 0, len(raw)/2)
+		for i, b := range raw { // some ids, spelled as no encoder would, and then a text
+			if id := int32(b) + 50; i < len(raw)/2 && len(tok.TokenBytes(id)) > 0 {
+				prompt = append(prompt, id)
+			}
+		}
+		rest, err := tok.Encode(strings.ToValidUTF8(string(raw[len(raw)/2:]), ""), EncodeOptions{ParseSpecial: true})
+		if err != nil {
+			return
+		}
+		prompt = append(prompt, rest...)
+		opened, err := o.Append(prompt)
+		if err != nil {
+			if _, ok := errors.AsType[*OpeningError](err); !ok {
+				t.Fatal(err)
+			}
+			return
+		}
+		if !slices.Equal(opened.IDs[:opened.Kept], prompt[:opened.Kept]) || !strings.HasPrefix(o.call, opened.Call) || len(opened.Call) < o.need || len(opened.IDs) <= opened.Kept {
+			t.Fatalf("%s, %q behind %v: %+v", c.name, function, prompt, opened)
+		}
+		if !strings.HasSuffix(tok.Decode(opened.IDs, false), opened.Call) {
+			t.Fatalf("%q does not end with %q", tok.Decode(opened.IDs, false), opened.Call)
+		}
+		again, err := o.Complete(opened.IDs)
+		if err != nil || !slices.Equal(again.IDs, opened.IDs) || again.Call != opened.Call {
+			t.Fatalf("%s, %q: %v is completed as %v, %v", c.name, function, opened.IDs, again, err)
+		}
+	})
 }
