@@ -114,6 +114,10 @@ func TestGivenBack(t *testing.T) {
 			}
 			r.decode.answers(status, `{"error":{"message":"no"}}`)
 			r.post(completionsPath, body)
+			r.await(func() (all bool) { // it is not waited for
+				r.prefill.set(func() { all = len(r.prefill.released) >= min(i+1, 2) })
+				return all
+			})
 			r.prefill.set(func() {
 				if n := len(r.prefill.released); n != min(i+1, 2) || !strings.HasPrefix(r.prefill.released[0], want) {
 					t.Errorf("%d: %q", status, r.prefill.released)

@@ -7,6 +7,7 @@ import (
 	"net"
 	"net/http"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -364,7 +365,7 @@ func (s *Server) pass(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	defer s.running.Done()
-	x := &exchange{s: s, w: w, rc: http.NewResponseController(w), ctx: r.Context(), legs: r.Context(), held: &holding{of: s.bodies}}
+	x := &exchange{s: s, w: w, rc: http.NewResponseController(w), ctx: r.Context(), legs: r.Context(), name: clientName(r.Header), held: &holding{of: s.bodies}}
 	defer x.held.keep(0)
 	x.finish(r, start, x.passAny(r))
 }
@@ -378,21 +379,35 @@ func (x *exchange) passAny(r *http.Request) error {
 		return err
 	}
 	x.r = &request{path: r.URL.Path, content: body, header: x.s.engineAuth(r.Header.Get("Authorization"))}
+	x.id, x.tries = x.s.ids.Mint(), 1
 	leg := decodeLeg
 	if !x.s.fleet.has(decodeLeg) {
 		leg = prefillLeg
 	}
-	at, err := x.s.fleet.acquire(x.ctx, leg, x.r.routing(0, 0), 0, nil, x.s.cfg.WorkerWait)
+	err := x.passTo(leg, r, body)
+	var f *legError
+	if errors.As(err, &f) && f.retry && x.ctx.Err() == nil && !x.began {
+		x.s.log.Warn("a worker failed; the request is tried again", "id", x.id, "request_id", x.requestName(), "path", r.URL.Path, "worker", f.worker.URL, "error", f.err)
+		x.failed, x.tries = append(x.failed, f.worker), 2
+		err = x.passTo(leg, r, body)
+	}
+	return err
+}
+
+// passTo hands the request to one worker.
+func (x *exchange) passTo(leg legKind, r *http.Request, body []byte) error {
+	at, err := x.s.fleet.acquire(x.ctx, leg, x.r.routing(0, 0), 0, x.failed, x.s.cfg.WorkerWait)
 	if err != nil {
-		return &apiError{status: http.StatusServiceUnavailable, kind: "service_unavailable_error", code: "no_worker", retryAfter: 1, message: err.Error()}
+		return noWorker(err)
 	}
 	defer at.end(canceled)
-	c := &call{method: http.MethodGet, path: r.URL.Path, header: x.r.header} // for HEAD, too, whose answers announce what does not come
+	header := append(slices.Clone(x.r.header), "X-Request-Id: "+x.engineName())
+	c := &call{method: http.MethodGet, path: r.URL.Path, header: header} // for HEAD, too, whose answers announce what does not come
 	if r.Method == http.MethodPost {
 		c.method, c.body = http.MethodPost, pieces{body}
 	}
 	for {
-		a, err := at.w.endpoint.do(x.ctx, c, x.s.cfg.Timeouts.Leg)
+		a, err := at.w.endpoint.do(at.call(x.ctx), c, x.s.cfg.Timeouts.Leg)
 		if errors.Is(err, errStale) {
 			continue
 		}
@@ -400,6 +415,7 @@ func (x *exchange) passAny(r *http.Request) error {
 			return x.fail(at, err)
 		}
 		defer a.close()
+		a.held = x.held
 		answer, err := a.readAll(nil, x.s.cfg.Limits.MaxAnswer)
 		if err != nil {
 			return x.fail(at, err)
@@ -408,7 +424,8 @@ func (x *exchange) passAny(r *http.Request) error {
 			return x.fail(at, err)
 		}
 		at.end(succeeded)
-		x.passed = a.status
+		x.began, x.passed = true, a.status
+		x.w.Header().Set("X-Request-Id", x.requestName())
 		passHeaders(x.w.Header(), a.header, time.Now())
 		x.w.WriteHeader(a.status)
 		if _, err := x.w.Write(answer); err != nil && r.Method != http.MethodHead {

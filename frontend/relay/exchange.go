@@ -497,7 +497,7 @@ func (x *exchange) sequence(d dialect, t *try, source *lease) error {
 const giveBackTimeout = 2 * time.Second
 
 // giveBack lets a prefill worker have back what no decode leg will take over, where that can be said: it would hold it for
-// a while. The client may have left.
+// a while. Nobody waits for that but the server's end.
 func (x *exchange) giveBack(d dialect, t *try, source *worker) {
 	g, ok := d.(giver)
 	if !ok {
@@ -507,20 +507,26 @@ func (x *exchange) giveBack(d dialect, t *try, source *worker) {
 	if body == nil {
 		return
 	}
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(x.ctx), giveBackTimeout)
-	defer cancel()
-	c := &call{method: http.MethodPost, path: releasePath, body: body, header: append(slices.Clone(x.r.header), "X-Request-Id: "+x.engineName())}
-	a, err := source.endpoint.do(ctx, c, giveBackTimeout)
-	if errors.Is(err, errStale) {
-		a, err = source.endpoint.do(ctx, c, giveBackTimeout)
+	c := &call{
+		method: http.MethodPost, path: releasePath, body: pieces{body.join()}, // the answer's buffer is used again
+		header: append(slices.Clone(x.r.header), "X-Request-Id: "+x.engineName()),
 	}
-	if err == nil {
-		_, err = a.readAll(nil, 1<<20)
-		a.close()
-	}
-	if err != nil {
-		x.s.log.Debug("a prefill worker does not hear that nobody reads what it holds: its lease will end", "id", x.id, "worker", source.URL, "error", err)
-	}
+	ctx, id := context.WithoutCancel(x.ctx), x.id // the client may have left
+	x.s.running.Go(func() {
+		ctx, cancel := context.WithTimeout(ctx, giveBackTimeout)
+		defer cancel()
+		a, err := source.endpoint.do(ctx, c, giveBackTimeout)
+		if errors.Is(err, errStale) {
+			a, err = source.endpoint.do(ctx, c, giveBackTimeout)
+		}
+		if err == nil {
+			_, err = a.readAll(nil, 1<<20)
+			a.close()
+		}
+		if err != nil {
+			x.s.log.Debug("a prefill worker does not hear that nobody reads what it holds: its lease will end", "id", id, "worker", source.URL, "error", err)
+		}
+	})
 }
 
 // decode runs the decode leg after the prefill leg.

@@ -42,6 +42,8 @@ type fake struct {
 	finish         string // the finish reason of prefill legs
 	closed         chan struct{}
 	events         []string      // answers to come of /kv_cache_events
+	slow           chan struct{} // closed when what is given back may be taken
+	cut            bool          // break connections on which something else is asked
 	told           chan struct{} // closed when all but the last were asked for
 }
 
@@ -131,6 +133,12 @@ func (f *fake) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return
 	case chatPath, completionsPath:
 	default:
+		f.mu.Lock()
+		cut := f.cut
+		f.mu.Unlock()
+		if cut {
+			panic(http.ErrAbortHandler)
+		}
 		http.NotFound(w, r)
 		return
 	}
@@ -185,6 +193,12 @@ func (f *fake) release(w http.ResponseWriter, r *http.Request) {
 		f.t.Errorf("%s got POST %s %s, %v", f.kind, r.URL.Path, body, err)
 		http.NotFound(w, r)
 		return
+	}
+	f.mu.Lock()
+	slow := f.slow
+	f.mu.Unlock()
+	if slow != nil {
+		<-slow
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
