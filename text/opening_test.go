@@ -66,6 +66,8 @@ func openingCases() []openingCase {
 		{"deepseek_v3", "deepseek_v3", "think", simple(deepseekV3), "", "", begin + "function" + sep, begin + "function" + sep + "f\n```json\n", ""},
 		{"deepseek_v3.1", "deepseek_v3", "think", simple(deepseekV31), "", "", begin, begin + "f" + sep, ""},
 		{"deepseek_v4", "deepseek_v4", "think", simple(deepseekV4), "", "\n\n", "<｜DSML｜tool_calls>\n<｜DSML｜invoke name=\"", "<｜DSML｜tool_calls>\n<｜DSML｜invoke name=\"f\">\n", ""},
+		{"deepseek_v4.1", "deepseek_v4", "think", simple(`{{ '</think>' }}`+strings.NewReplacer("DSML｜tool_", "DSML｜ ", "DSML｜", "DSML｜ ").Replace(deepseekV4)) + `{% if add_generation_prompt %}{{ '<think>' }}{% endif %}`, "", "", "", "", "cannot be told not to"},
+		{"deepseek_v4.1 as it is", "deepseek_v4", "think", simple(`{{ '<think></think>' }}`+strings.NewReplacer("DSML｜tool_", "DSML｜ ", "DSML｜", "DSML｜ ").Replace(deepseekV4)) + `{% if add_generation_prompt %}{{ '<think>' }}{% endif %}`, "", "</think>\n\n", "<｜DSML｜ calls>\n<｜DSML｜ invoke name=\"", "<｜DSML｜ calls>\n<｜DSML｜ invoke name=\"f\">\n", ""},
 		{"nemotron", "nemotron", "think", simple(nemotronCall), "", "", `<TOOLCALL>[{"name": "`, `<TOOLCALL>[{"name": "f", "arguments": `, ""},
 		{"no parser", "none", "none", simple(hermesCall), "", "", "", "", "--tool-parser"},
 		{"another parser", "mistral", "none", simple(hermesCall), "", "", "", "", "shows no call"},
@@ -328,6 +330,41 @@ func TestOpeningsOfRealTemplates(t *testing.T) {
 		t.Errorf("only the families %v", families)
 	}
 	t.Logf("%d openings of %v", tried, families)
+}
+
+// TestOpeningsAreThoseOfModels: each answer with calls alone that a model's own template has written begins as one of the cases.
+func TestOpeningsAreThoseOfModels(t *testing.T) {
+	var v struct {
+		Answers []struct {
+			Template string `json:"template"`
+			Tools    string `json:"tools"`
+			Text     string `json:"text"`
+			Content  string `json:"content"`
+		} `json:"answers"`
+	}
+	readVectors(t, "testdata/rendered.json.gz", &v)
+	seen := map[string]bool{}
+	for _, a := range v.Answers {
+		if a.Content != "" {
+			continue
+		}
+		_, text, thought := strings.Cut(a.Text, "</think>")
+		if !thought {
+			text = strings.TrimPrefix(a.Text, "[THINK]Hm.[/THINK]")
+		}
+		text = strings.TrimLeft(text, whiteSpace)
+		seen[a.Tools] = true
+		if !slices.ContainsFunc(openingCases(), func(c openingCase) bool {
+			return c.tools == a.Tools && c.any != "" && strings.HasPrefix(text, c.any+"get_weather")
+		}) {
+			t.Errorf("%s: no prompt ends as %q begins", a.Template, text)
+		}
+	}
+	for _, family := range ToolFormats() {
+		if !seen[family] {
+			t.Errorf("no template of %s", family)
+		}
+	}
 }
 
 // TestOpeningIsRead: behind any beginning of it, an answer is read as it would be as a whole.
