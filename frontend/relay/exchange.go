@@ -391,6 +391,7 @@ func (x *exchange) fail(at *lease, err error) error {
 	}
 	lost := at.lostWorker()
 	var said *engineError
+	var orphaned *sourceLostError
 	switch {
 	case x.legs.Err() != nil:
 		outcome, label = canceled, "canceled"
@@ -398,6 +399,10 @@ func (x *exchange) fail(at *lease, err error) error {
 		at.end(canceled)
 		x.s.metrics.legs.WithLabelValues(at.leg.String(), at.w.URL, "canceled").Inc()
 		return err
+	case errors.As(lost, &orphaned):
+		at.end(canceled)
+		x.s.metrics.legs.WithLabelValues(at.leg.String(), at.w.URL, "source_lost").Inc()
+		return &legError{leg: prefillLeg, worker: orphaned.source, err: lost, retry: true}
 	case lost != nil:
 		err, label = lost, "lost"
 	case errors.As(err, &said) && said.status == http.StatusGone:
@@ -542,6 +547,9 @@ func (x *exchange) decode(d dialect, t *try, source *worker) error {
 			return err
 		}
 		defer at.end(canceled)
+		if d.name() != "baton" { // ours see it themselves
+			at.waitsFor(source)
+		}
 		x.route = "two legs"
 		start := time.Now()
 		a, err := x.call(at, l, nil)
@@ -596,6 +604,7 @@ func (x *exchange) together(d dialect, t *try, source *lease) error {
 		return err
 	}
 	defer at.end(canceled)
+	at.waitsFor(source.w)
 	x.route = "two legs at once"
 	legs, cancel := context.WithCancelCause(x.ctx)
 	x.legs = legs

@@ -613,7 +613,8 @@ func (f *fake) serveVLLM(w http.ResponseWriter, r *http.Request, q *query) {
 			case <-time.After(time.Millisecond):
 			}
 		}
-		if !strings.HasPrefix(p.Engine, "engine-") || p.Bootstrap != f.peer.URL {
+		known := func(o *fake) bool { return o.URL == p.Bootstrap }
+		if !strings.HasPrefix(p.Engine, "engine-") || !known(f.peer) && !slices.ContainsFunc(f.more, known) {
 			refuse(w, fmt.Errorf("engine %q at %q", p.Engine, p.Bootstrap))
 			return
 		}

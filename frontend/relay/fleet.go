@@ -59,6 +59,7 @@ type lease struct {
 	cancel context.CancelCauseFunc // guarded: of the leg's call, nil before that
 	conn   net.Conn                // guarded: where its answer comes from, nil before that has begun
 	lost   error                   // guarded: why the leg was ended from outside
+	source *worker                 // guarded: of the KV that it waits for; nil where its engine finds out by itself that nothing comes
 }
 
 // outcome is how a leg went for the worker.
@@ -397,6 +398,9 @@ func (f *fleet) setHealth(w *worker, roles [2]bool, err error, failures int) boo
 		if failures >= probeFailures && hangs(err) {
 			f.lose(w, err)
 		}
+		if failures >= probeFailures || failures > 1 && errors.Is(err, errDial) {
+			f.orphan(w, err)
+		}
 	}
 	return w.healthy
 }
@@ -425,6 +429,35 @@ func (f *fleet) lose(w *worker, err error) {
 			l.cancel(l.lost)
 		}
 	}
+}
+
+// sourceLostError ends decode legs that wait for KV from a worker that is gone: engines would wait for minutes.
+type sourceLostError struct {
+	source *worker
+	err    error
+}
+
+func (e *sourceLostError) Error() string {
+	return fmt.Sprintf("the KV does not come: the prefill worker %s is gone: %v", e.source.URL, e.err)
+}
+
+// orphan ends the legs whose KV was to come from a worker, unless they have it: then their answers have begun.
+func (f *fleet) orphan(source *worker, err error) {
+	for _, w := range f.workers {
+		for l := range w.running {
+			if l.source == source && l.cancel != nil && l.lost == nil && l.conn == nil {
+				l.lost = &sourceLostError{source, err}
+				l.cancel(l.lost)
+			}
+		}
+	}
+}
+
+// waitsFor notes whose KV the leg needs.
+func (l *lease) waitsFor(source *worker) {
+	l.f.mu.Lock()
+	defer l.f.mu.Unlock()
+	l.source = source
 }
 
 // call gives the lease a context for its leg's call, which ends with ctx and when the worker is lost.

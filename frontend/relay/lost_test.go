@@ -157,3 +157,69 @@ func TestHangs(t *testing.T) {
 		}
 	}
 }
+
+// A decode leg whose KV cannot come any more, since the prefill worker is gone, is not waited for: engines would take minutes.
+// One whose answer has begun has the KV.
+func TestLegsLeaveWhenTheirSourceIsGone(t *testing.T) {
+	gone := failed(errDial, syscall.ECONNREFUSED)
+	for _, kind := range []string{"trtllm", "vllm", "mooncake", "sglang"} {
+		for _, begun := range []bool{false, true} {
+			prefill := []*fake{newFake(t, kind, nil), newFake(t, kind, nil)}
+			decode := newFake(t, kind, prefill[0])
+			decode.more = prefill[1:]
+			r := relayTo(t, prefill, []*fake{decode}, func(c *Config) { c.PrefillRouter = "round_robin" })
+			r.await(func() bool { return r.metric("worker_healthy") == 3 })
+			if kind == "mooncake" || kind == "sglang" {
+				for _, p := range prefill { // it has said all that it has to say, but the decode worker got nothing of it
+					p.set(func() {
+						p.before = func(_ int, w http.ResponseWriter, _ *http.Request) bool {
+							w.Header().Set("Content-Type", "application/json")
+							io.WriteString(w, `{"choices":[{"finish_reason":"length"}],"usage":{"prompt_tokens":3,"completion_tokens":1,"total_tokens":4}}`)
+							return true
+						}
+					})
+				}
+			}
+			say := ""
+			if begun {
+				say = "data: {\"choices\":[]}\n\n"
+			}
+			decode.hang(say)
+			got := make(chan result, 1)
+			go func() { got <- r.post(completionsPath, streamed) }()
+			r.await(func() bool {
+				return len(decode.requests()) == 1 && len(prefill[0].requests())+len(prefill[1].requests()) == 1
+			})
+			source := prefill[0]
+			if len(source.requests()) == 0 {
+				source = prefill[1]
+			}
+			if begun {
+				time.Sleep(20 * time.Millisecond) // until its head is here
+				r.unheard(source, gone)
+				select {
+				case got := <-got:
+					t.Errorf("%s: %+v", kind, got)
+				case <-time.After(50 * time.Millisecond):
+				}
+				decode.CloseClientConnections()
+				<-got
+				continue
+			}
+			decode.set(func() { decode.before = nil })
+			for _, p := range prefill {
+				p.set(func() { p.before = nil })
+			}
+			r.unheard(source, gone)
+			select {
+			case got := <-got:
+				r.events(got)
+			case <-time.After(5 * time.Second):
+				t.Fatalf("%s: the request still waits", kind)
+			}
+			if n := r.metric("breaker_open"); n != 0 {
+				t.Errorf("%s: the decode worker is blamed", kind)
+			}
+		}
+	}
+}
