@@ -73,7 +73,7 @@ func (f frontendFlags) frontendConfig(m *loaded, log *slog.Logger) (frontend.Con
 	log.Info("answers are read", "tool_parser", format.Tools(), "reasoning_parser", format.Reasoning())
 	c := frontend.Config{
 		Output: format, Model: m.name, Seed: f.Seed, Logger: log, APIKeys: keys,
-		Limits: frontend.Limits{VocabSize: m.Spec.VocabSize}, Conversations: f.limits(), ShadowRate: f.ShadowRate,
+		Limits: frontend.Limits{VocabSize: m.Spec.VocabSize}, Conversations: f.limits(), ShadowRate: f.shadowRate(0),
 	}
 	if m.tokenizer != nil {
 		c.Tokenizer = frontend.NewTokenizer(m.tokenizer)

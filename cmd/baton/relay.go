@@ -55,6 +55,9 @@ type relayFlags struct {
 	AdminKeyFile    string        `placeholder:"FILE" help:"Relay: file of API keys, one a line, for /workers. Without it only this host may change the pools."`
 }
 
+// defaultShadowRate is the share of prompts that engines make too, so that a template that changes on one side shows.
+const defaultShadowRate = 0.01
+
 // relaying reports whether the frontend is a relay.
 func (f *relayFlags) relaying() bool { return len(f.Prefill)+len(f.Decode) > 0 }
 
@@ -105,7 +108,7 @@ func (f *relayFlags) relay(env *environment, sec *security, tracer *tracing.Trac
 		Limits:   relay.Limits{MaxBody: int64(f.MaxBody), MaxBodies: int64(f.MaxBodies), MaxAnswer: int64(f.MaxAnswer)},
 		Timeouts: relay.Timeouts{Leg: f.LegTimeout, Stream: f.StreamTimeout},
 	}
-	c.ShadowRate, c.Tracer = shared.ShadowRate, tracer
+	c.ShadowRate, c.Tracer = shared.shadowRate(defaultShadowRate), tracer
 	if c.Tokenizer, err = f.tokenizer(env, model, shared, c.Registry); err != nil {
 		return err
 	}

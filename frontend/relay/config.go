@@ -47,6 +47,9 @@ type Config struct {
 	Tokenizer Tokenizer
 	// ShadowRate is the share of these, from 0 to 1, whose ids are not sent but compared with the engine's own.
 	ShadowRate float64
+	// ShadowFirst is how many prompts of each worker are compared whatever the rate, after it has joined or made other ids
+	// (default 3; negative for none).
+	ShadowFirst int
 	// NodeID tells this relay's request ids from those of other relays of the same engines: 0 to 255.
 	NodeID int
 	// MaxRetries is how often a request is sent again after a failure (default 3; negative for never).
@@ -195,6 +198,9 @@ func (c *Config) setDefaults() error {
 func (c *Config) setNumbers() error {
 	if !(c.ShadowRate >= 0 && c.ShadowRate <= 1) {
 		return fmt.Errorf("relay: Config.ShadowRate is %v; it is a share, from 0 to 1", c.ShadowRate)
+	}
+	if c.ShadowFirst == 0 {
+		c.ShadowFirst = 3
 	}
 	if c.MaxRetries == 0 {
 		c.MaxRetries = 3

@@ -56,6 +56,8 @@ type try struct {
 	mint   func() int64
 	source *worker // of the prefill leg
 	answer *prefilled
+	// compare says that ids that were made here are not sent to the source, but compared with its own.
+	compare bool
 	// rank is the data-parallel rank of the source that was chosen, and engine its id: Mooncake's.
 	rank, engine string
 }

@@ -39,6 +39,7 @@ type exchange struct {
 	deadline time.Time // of writes, as last set
 	failed   []*worker // that the next try passes over
 	name     string    // what the client calls the request, "" if it does not say or that cannot stand in a log
+	compared bool      // the ids that were made here, with an engine's
 	tries    int
 	held     *holding
 	waited   time.Duration // for a decode worker, before the prefill leg
@@ -452,6 +453,7 @@ func (x *exchange) alone(at *lease, d dialect, t *try, reason string) error {
 // sequence runs the prefill leg, then the decode leg.
 func (x *exchange) sequence(d dialect, t *try, source *lease) error {
 	start := time.Now()
+	t.compare = x.compares(source.w)
 	l, err := d.prefill(t)
 	if err != nil {
 		return err

@@ -387,6 +387,7 @@ func (f *fleet) setHealth(w *worker, roles [2]bool, err error, failures int) boo
 		w.joined = true
 		if !w.healthy {
 			w.healthy, w.trouble = true, ""
+			w.agreed.Store(0)
 			f.events("healthy", w, "")
 			f.wake()
 		}

@@ -26,7 +26,6 @@ type request struct {
 
 	made    []int32 // the ids of a chat's prompt, if they were made here
 	madeB64 []byte  // as a JSON string
-	compare bool    // they are not sent
 
 	conversation string // the client's id of it
 	inBody       bool   // the id came in the body, which the engines get

@@ -52,7 +52,6 @@ func (x *exchange) tokenize() {
 	}
 	x.r.made = ids
 	x.r.madeB64 = slices.Concat([]byte{'"'}, []byte(EncodeIDs(ids)), []byte{'"'})
-	x.r.compare = c.ShadowRate > 0 && rand.Float64() < c.ShadowRate && !forcesCall(x.r.body.getSet("tool_choice"))
 	x.s.metrics.tokenized.WithLabelValues(tokensAttached).Inc()
 }
 
@@ -63,25 +62,38 @@ func forcesCall(choice []byte) bool {
 
 // attach adds ids that were made here.
 func (d trtllm) attach(t *try, e *edit) {
-	if t.r.madeB64 != nil && (!t.r.compare || d.together()) {
+	if t.r.madeB64 != nil && !t.compare {
 		e.put("prompt_token_ids_b64", t.r.madeB64)
 	}
 }
 
+// compares decides whether a worker is sent no ids, so that its own can be compared: the first prompts after it has joined
+// or made others, since a template that is not the engine's spoils all answers and shows in none; then a share of them.
+func (x *exchange) compares(source *worker) bool {
+	if x.r.made == nil || x.compared || forcesCall(x.r.body.getSet("tool_choice")) {
+		return false
+	}
+	c := &x.s.cfg
+	return int(source.agreed.Load()) < c.ShadowFirst || c.ShadowRate > 0 && rand.Float64() < c.ShadowRate
+}
+
 // compare looks whether an engine that was sent no ids made the same.
 func (x *exchange) compare(t *try, source *worker) {
-	if !x.r.compare {
+	if !t.compare {
 		return
 	}
-	x.r.compare = false // another try goes the usual way
+	x.compared = true // another try goes the usual way
 	theirs, ok := idsOf(&t.answer.top)
 	switch {
 	case !ok:
 		x.s.metrics.shadows.WithLabelValues(shadowSilent).Inc()
+		source.agreed.Add(1) // it never says
 	case slices.Equal(theirs, x.r.made):
 		x.s.metrics.shadows.WithLabelValues(shadowSame).Inc()
+		source.agreed.Add(1)
 	default:
 		x.s.metrics.shadows.WithLabelValues(shadowDiffer).Inc()
+		source.agreed.Store(0)
 		at := 0
 		for at < min(len(theirs), len(x.r.made)) && theirs[at] == x.r.made[at] {
 			at++

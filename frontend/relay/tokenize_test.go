@@ -60,7 +60,7 @@ func TestTokenize(t *testing.T) {
 		{"a failure", "trtllm", "", &toyTokenizer{fail: errors.New("no such role")}, "", tokensFailed},
 		{"an engine that takes none", "vllm", "", &toyTokenizer{}, "", ""},
 	} {
-		r := newRelay(t, c.kind, func(cfg *Config) { cfg.Tokenizer = c.tokenizer })
+		r := newRelay(t, c.kind, func(cfg *Config) { cfg.Tokenizer, cfg.ShadowFirst = c.tokenizer, -1 })
 		plain := newRelay(t, c.kind, nil)
 		body := `{"model":"toy","messages":` + chatMessages + `,"max_tokens":4` + c.more + `}`
 		got, want := r.post(chatPath, body), plain.post(chatPath, body)
@@ -156,5 +156,37 @@ func TestShadow(t *testing.T) {
 	}
 	if _, err := New(Config{ShadowRate: 2}); err == nil {
 		t.Error("a share of 2 is taken")
+	}
+}
+
+// The first prompts of each worker are compared without being asked for, and ids that it does not make itself are never sent.
+func TestShadowOfWorkersThatJoin(t *testing.T) {
+	const first = 3
+	body := `{"model":"toy","messages":` + chatMessages + `,"max_tokens":4}`
+	for _, other := range []bool{false, true} {
+		r := newRelay(t, "trtllm", func(c *Config) { c.Tokenizer = &toyTokenizer{other: other} })
+		sent := func(n int) (with int) {
+			r.prefill.set(func() { r.prefill.seen = nil })
+			for range n {
+				r.read(r.post(chatPath, body))
+			}
+			for _, s := range r.prefill.requests() {
+				if fieldsOf(t, s)["prompt_token_ids_b64"] != "" {
+					with++
+				}
+			}
+			return with
+		}
+		compared := func() float64 {
+			return testutil.ToFloat64(r.s.metrics.shadows.WithLabelValues(shadowSame)) + testutil.ToFloat64(r.s.metrics.shadows.WithLabelValues(shadowDiffer))
+		}
+		for round := 1; round <= 2; round++ {
+			with, checks := sent(first+2), compared()
+			if !other && (with != 2 || checks != float64(first*round)) || other && (with != 0 || checks != float64((first+2)*round)) {
+				t.Errorf("other %t, round %d: %d prompts had ids, %v were compared", other, round, with, checks)
+			}
+			r.setWell(r.prefill, false) // it may come back as another one
+			r.setWell(r.prefill, true)
+		}
 	}
 }

@@ -24,9 +24,10 @@ type worker struct {
 	hostname string
 	endpoint *endpoint
 
-	facts atomic.Pointer[facts] // nil until the worker joins
-	turns atomic.Uint64         // of its data-parallel ranks
-	kick  chan struct{}         // probes it at once
+	facts  atomic.Pointer[facts] // nil until the worker joins
+	agreed atomic.Int32          // how often in a row it has made the ids that are made here
+	turns  atomic.Uint64         // of its data-parallel ranks
+	kick   chan struct{}         // probes it at once
 
 	identified chan struct{} // closed when it is known what the worker is
 	settled    sync.Once     // guards that
