@@ -271,6 +271,18 @@ func checkChats(t *testing.T, tok *Tokenizer, chats []chatVector) {
 
 func loadAny(t testing.TB, path string) *Tokenizer {
 	t.Helper()
+	if tok, ok := loaded[path]; ok {
+		return tok
+	}
+	loaded[path] = loadNew(t, path)
+	return loaded[path]
+}
+
+// loaded are real models' tokenizers, which take a second each; the tests that need them are not parallel.
+var loaded = map[string]*Tokenizer{}
+
+func loadNew(t testing.TB, path string) *Tokenizer {
+	t.Helper()
 	if filepath.Ext(path) != ".gguf" {
 		tok, err := Load(path)
 		if err != nil {
