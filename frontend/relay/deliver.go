@@ -126,7 +126,7 @@ func (x *exchange) copyChunks(a *answer, client net.Conn, start time.Time) (err 
 	var end ending
 	framing := chunks{data: end.add}
 	defer func() { x.leave(err, &end, framing.between()) }()
-	if err := awaitEvent(a); err != nil {
+	if err := x.awaitEvent(a); err != nil {
 		return err
 	}
 	first := x.beginEvents(start)

@@ -330,12 +330,21 @@ func (x *exchange) call(at *lease, l leg, sent func()) (*answer, error) {
 		return a, nil
 	}
 	defer a.close()
-	body, err := a.readAll(nil, min(x.s.cfg.Limits.MaxAnswer, 1<<20))
-	if err != nil {
+	body, err := a.readAll(nil, min(x.s.cfg.Limits.MaxAnswer, maxError))
+	switch {
+	case errors.As(err, new(*tooLargeError)): // some say all of a request again
+		a.header.Set("Content-Type", "application/json")
+		a.header.Del("Content-Encoding")
+		e := &apiError{kind: "invalid_request_error", message: fmt.Sprintf("the engine answers %d; what it says of it is left out, as it is larger than %d bytes", a.status, maxError)}
+		body = e.appendJSON(nil)
+	case err != nil:
 		return nil, x.fail(at, err)
 	}
 	return nil, x.fail(at, &engineError{status: a.status, header: a.header, body: body})
 }
+
+// maxError bounds what an engine says of an error.
+const maxError = 1 << 20
 
 // trace begins the span of a leg and returns the headers of its request, which name that span.
 func (x *exchange) trace(at *lease) []string {

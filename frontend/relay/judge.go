@@ -35,11 +35,11 @@ func (x *exchange) checkKind(a *answer) error {
 	case events:
 		return failed(errNone, errors.New("it is a stream, which the request is not for"))
 	}
-	body, err := a.readAll(nil, min(x.s.cfg.Limits.MaxAnswer, 1<<20))
-	if err != nil {
-		return err
+	body, err := a.readAll(nil, min(x.s.cfg.Limits.MaxAnswer, maxError))
+	if err == nil {
+		_, err = readCompletion(body)
 	}
-	if _, err := readCompletion(body); err != nil {
+	if err != nil && !errors.As(err, new(*tooLargeError)) {
 		return err
 	}
 	return failed(errNone, errors.New("it is no stream, which the request is for"))
@@ -119,7 +119,7 @@ func checkEvent(events []byte) error {
 }
 
 // awaitEvent waits until the first event of a stream in chunks has come, and judges it. It takes nothing.
-func awaitEvent(a *answer) error {
+func (x *exchange) awaitEvent(a *answer) error {
 	var data, rest []byte
 	framing := chunks{data: func(b []byte) { data = append(data, b...) }}
 	for at := 0; ; {
@@ -148,6 +148,8 @@ func awaitEvent(a *answer) error {
 			return failed(errNone, errEmptyStream)
 		case framing.end:
 			return failed(errCut, errEnd)
+		case len(data) > 0:
+			a.within(x.s.cfg.Timeouts.Stream)
 		}
 	}
 	a.seen = 0 // so that next shows it again

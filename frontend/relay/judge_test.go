@@ -5,6 +5,7 @@ import (
 	"net/http"
 	"strings"
 	"testing"
+	"time"
 )
 
 // whole is an answer of 200 with a length.
@@ -48,6 +49,7 @@ func TestAnswersThatAreNone(t *testing.T) {
 		"an error as event":         {inChunks("data: {\"error\":{\"message\":\"x\",\"code\":500}}\n\n", lastEvent), streamed},
 		"an error in two chunks":    {inChunks("data: {\"error\":", "\"x\"}\r\n\r\n", lastEvent), streamed},
 		"an error as event, length": {whole("text/event-stream", "event: error\ndata: {\"error\":\"x\"}\n\n"), streamed},
+		"a large page":              {whole("text/html", strings.Repeat("x", maxError+1)), streamed},
 		"an event that is no JSON":  {inChunks("data: <html>\n\n", lastEvent), streamed},
 		"no event but the end":      {inChunks(lastEvent), streamed},
 		"no event":                  {inChunks(), streamed},
@@ -81,6 +83,35 @@ func TestRefusalsInAnswers(t *testing.T) {
 				t.Errorf("%s: %+v after %d tries", kind, got, len(r.decode.requests()))
 			}
 		}
+	}
+}
+
+// What an engine says of an error is passed on if it is not too much; its status in any case.
+func TestLongRefusals(t *testing.T) {
+	t.Parallel()
+	r := newRelay(t, "vllm", nil)
+	long := strings.Repeat("x", maxError+1)
+	r.answers(fmt.Sprintf("HTTP/1.1 422 X\r\nContent-Type: text/plain\r\nContent-Length: %d\r\n\r\n%s", len(long), long))
+	if got := r.post(completionsPath, simple); got.status != 422 || !strings.Contains(got.body, `{"error":{"message":"the engine answers 422;`) || got.header.Get("Content-Type") != asJSON {
+		t.Errorf("%d, %v, %.300s", got.status, got.header, got.body)
+	}
+}
+
+// A stream whose first event begins and does not end is not waited for as long as for a prompt.
+func TestFirstEventStalls(t *testing.T) {
+	t.Parallel()
+	r := newRelay(t, "vllm", func(c *Config) { c.Timeouts.Stream = 100 * time.Millisecond })
+	r.decode.set(func() {
+		r.decode.before = func(_ int, w http.ResponseWriter, q *http.Request) bool {
+			w.Header().Set("Content-Type", "text/event-stream")
+			_, _ = w.Write([]byte("data: {"))
+			_ = http.NewResponseController(w).Flush()
+			<-q.Context().Done()
+			return true
+		}
+	})
+	if got := r.post(completionsPath, streamed); got.status != 500 || !strings.Contains(got.body, "engine_timeout") {
+		t.Errorf("%+v", got)
 	}
 }
 
