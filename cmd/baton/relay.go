@@ -44,12 +44,12 @@ type relayFlags struct {
 	RolloutFields   bool          `help:"Relay: put token ids and log-probabilities that engines answer into the messages, where NeMo-Gym looks for them."`
 	NodeID          int           `name:"node-id" default:"0" placeholder:"N" help:"Relay: 0 to 255; relays of the same engines need different ones."`
 	MaxRetries      int           `default:"3" help:"Relay: how often a request is sent again when a worker fails."`
-	WorkerWait      time.Duration `default:"10s" help:"Relay: how long requests wait for a worker when there is none."`
+	WorkerWait      time.Duration `default:"10s" help:"Relay: how long requests wait for a worker when there is none; 0 not at all."`
 	MaxBody         byteCount     `default:"64MiB" help:"Relay: the largest request."`
 	MaxBodies       byteCount     `placeholder:"SIZE" help:"Relay: bytes of all requests at a time, and of their answers that are no streams; what comes beyond it gets 503. Default: 2GiB."`
 	MaxAnswer       byteCount     `default:"64MiB" help:"Relay: the largest answer of a worker, streams aside."`
-	LegTimeout      time.Duration `default:"30m" help:"Relay: until a leg's answer begins."`
-	StreamTimeout   time.Duration `default:"10m" help:"Relay: between two pieces of a stream."`
+	LegTimeout      period        `default:"30m" help:"Relay: until a leg's answer begins."`
+	StreamTimeout   period        `default:"10m" help:"Relay: between two pieces of a stream."`
 	Tokenize        bool          `name:"frontend-tokenize" help:"Relay: render and encode chats here, with the tokenizer and chat template of --model (a folder without weights will do), for workers of trtllm and baton."`
 	EngineKeyFile   string        `placeholder:"FILE" help:"Relay: file with the API key that workers want."`
 	AdminKeyFile    string        `placeholder:"FILE" help:"Relay: file of API keys, one a line, for /workers. Without it only this host may change the pools."`
@@ -106,7 +106,7 @@ func (f *relayFlags) relay(env *environment, sec *security, tracer *tracing.Trac
 		SilentReprefill: relay.SilentPolicy(f.SilentReprefill), LocalPrefillBelow: f.LocalBelow, StripHistory: f.StripHistory, RolloutFields: f.RolloutFields, NodeID: f.NodeID,
 		MaxRetries: f.MaxRetries, WorkerWait: f.WorkerWait, Logger: env.log, Registry: newRegistry(), TLS: sec.id.Client(), Insecure: sec.insecure,
 		Limits:   relay.Limits{MaxBody: int64(f.MaxBody), MaxBodies: int64(f.MaxBodies), MaxAnswer: int64(f.MaxAnswer)},
-		Timeouts: relay.Timeouts{Leg: f.LegTimeout, Stream: f.StreamTimeout},
+		Timeouts: relay.Timeouts{Leg: time.Duration(f.LegTimeout), Stream: time.Duration(f.StreamTimeout)},
 	}
 	c.ShadowRate, c.Tracer = shared.shadowRate(defaultShadowRate), tracer
 	if c.Tokenizer, err = f.tokenizer(env, model, shared, c.Registry); err != nil {
@@ -114,6 +114,9 @@ func (f *relayFlags) relay(env *environment, sec *security, tracer *tracing.Trac
 	}
 	if c.MaxRetries == 0 {
 		c.MaxRetries = -1
+	}
+	if c.WorkerWait == 0 {
+		c.WorkerWait = -1
 	}
 	if c.Prefill, err = relayWorkers(sec, "--prefill", f.Prefill); err != nil {
 		return err
@@ -141,7 +144,7 @@ func (f *relayFlags) relay(env *environment, sec *security, tracer *tracing.Trac
 	defer listener.Close()
 	server, err := relay.New(c)
 	if err != nil {
-		return err
+		return namesFlag(err)
 	}
 	env.started()
 	fmt.Fprintf(env.stdout, "frontend at %s\n", at)

@@ -151,7 +151,7 @@ func TestRelayTokenizeFlags(t *testing.T) {
 		"--frontend-tokenize":                                "needs --model",
 		"--frontend-tokenize --model /nowhere":               "/nowhere",
 		"--frontend-tokenize --model " + goldenPath("qwen3"): "tokenizer.json",
-		"--shadow-rate 2":                                    "from 0 to 1",
+		"--frontend-tokenize --shadow-rate 2":                "from 0 to 1",
 	} {
 		p := start(t, append([]string{"frontend", "--prefill=http://127.0.0.1:1", "--decode=http://127.0.0.1:2", "--listen=127.0.0.1:0"}, strings.Fields(flags)...)...)
 		<-p.Done()

@@ -1,11 +1,13 @@
 package relay
 
 import (
+	"errors"
 	"fmt"
 	"net/http"
 	"net/http/httptest"
 	"strings"
 	"testing"
+	"time"
 )
 
 // A call that is refused changes nothing, and one for the other leg is not.
@@ -87,6 +89,44 @@ func TestWhoMayChangeThePools(t *testing.T) {
 					t.Errorf("%s %+v, key %t: %d %s", method, c, key, got.Code, got.Body)
 				}
 			}
+		}
+	}
+}
+
+// A worker that is named by its API's URL never joins, and says why.
+func TestBaseURLsAreNotOfTheAPI(t *testing.T) {
+	f := newFake(t, "plain", nil)
+	s, err := New(Config{Decode: []Worker{{URL: f.URL + "/v1"}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	for end := time.Now().Add(5 * time.Second); ; time.Sleep(time.Millisecond) {
+		state := s.fleet.snapshot(time.Now())[0].State
+		if strings.Contains(state, "name it without /v1") {
+			return
+		}
+		if time.Now().After(end) {
+			t.Fatal(state)
+		}
+	}
+}
+
+// Errors of a configuration name its field, and a negative wait is none.
+func TestConfigErrors(t *testing.T) {
+	for field, c := range map[string]Config{
+		"ShadowRate": {ShadowRate: 2}, "NodeID": {NodeID: Nodes}, "Timeouts.Leg": {Timeouts: Timeouts{Leg: -1}}, "Engine": {Engine: "x"},
+		"Limits.MaxBodies": {Limits: Limits{MaxBodies: 1}}, "Decode": {Decode: []Worker{{URL: "http://127.0.0.1:1"}, {URL: "http://127.0.0.1:1"}}},
+	} {
+		var e *ConfigError
+		if _, err := New(c); !errors.As(err, &e) || e.Field != field || !strings.Contains(err.Error(), field) {
+			t.Errorf("%s: %v", field, err)
+		}
+	}
+	for wait, want := range map[time.Duration]time.Duration{0: 10 * time.Second, -1: 0, time.Second: time.Second} {
+		c := Config{WorkerWait: wait}
+		if err := c.setDefaults(); err != nil || c.WorkerWait != want {
+			t.Errorf("%v: %v, %v", wait, c.WorkerWait, err)
 		}
 	}
 }

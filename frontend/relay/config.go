@@ -54,7 +54,7 @@ type Config struct {
 	NodeID int
 	// MaxRetries is how often a request is sent again after a failure (default 3; negative for never).
 	MaxRetries int
-	// WorkerWait is how long a request waits for a worker when its leg has none (default 10 s).
+	// WorkerWait is how long a request waits for a worker when its leg has none (default 10 s; negative for not at all).
 	WorkerWait time.Duration
 
 	Limits   Limits
@@ -77,6 +77,21 @@ type Config struct {
 	Tracer *tracing.Tracer
 	// Registry gets the metrics and is what /metrics shows; nil makes one.
 	Registry *prometheus.Registry
+}
+
+// ConfigError says what is wrong with a field of a Config.
+type ConfigError struct {
+	Field string
+	Err   error
+}
+
+func (e *ConfigError) Error() string { return "relay: Config." + e.Field + ": " + e.Err.Error() }
+
+// Unwrap gives the cause.
+func (e *ConfigError) Unwrap() error { return e.Err }
+
+func misconfigured(field, format string, args ...any) error {
+	return &ConfigError{field, fmt.Errorf(format, args...)}
 }
 
 // SilentPolicy is what to do about silent re-prefills.
@@ -186,7 +201,7 @@ func (c *Config) setDefaults() error {
 		{"SilentReprefill", string(c.SilentReprefill), []string{string(Serve), string(Refuse)}},
 	} {
 		if !slices.Contains(choice.of, choice.value) {
-			return fmt.Errorf("relay: Config.%s is %q; use one of %s", choice.field, choice.value, strings.Join(choice.of, ", "))
+			return misconfigured(choice.field, "%q is none of %s", choice.value, strings.Join(choice.of, ", "))
 		}
 	}
 	if err := c.checkLocal(); err != nil {
@@ -197,10 +212,16 @@ func (c *Config) setDefaults() error {
 
 func (c *Config) setNumbers() error {
 	if !(c.ShadowRate >= 0 && c.ShadowRate <= 1) {
-		return fmt.Errorf("relay: Config.ShadowRate is %v; it is a share, from 0 to 1", c.ShadowRate)
+		return misconfigured("ShadowRate", "%v is no share from 0 to 1", c.ShadowRate)
 	}
 	if c.ShadowFirst == 0 {
 		c.ShadowFirst = 3
+	}
+	switch {
+	case c.WorkerWait == 0:
+		c.WorkerWait = 10 * time.Second
+	case c.WorkerWait < 0:
+		c.WorkerWait = 0
 	}
 	if c.MaxRetries == 0 {
 		c.MaxRetries = 3
@@ -210,7 +231,6 @@ func (c *Config) setNumbers() error {
 		v     *time.Duration
 		def   time.Duration
 	}{
-		{"WorkerWait", &c.WorkerWait, 10 * time.Second},
 		{"Timeouts.Connect", &c.Timeouts.Connect, 3 * time.Second},
 		{"Timeouts.Leg", &c.Timeouts.Leg, 30 * time.Minute},
 		{"Timeouts.Stream", &c.Timeouts.Stream, 10 * time.Minute},
@@ -220,14 +240,14 @@ func (c *Config) setNumbers() error {
 		{"Timeouts.Drain", &c.Timeouts.Drain, 30 * time.Second},
 	} {
 		if *d.v < 0 {
-			return fmt.Errorf("relay: Config.%s is %v, which is negative", d.field, *d.v)
+			return misconfigured(d.field, "%v is negative", *d.v)
 		}
 		if *d.v == 0 {
 			*d.v = d.def
 		}
 	}
 	if c.Limits.MaxBody < 0 || c.Limits.MaxBodies < 0 || c.Limits.MaxAnswer < 0 || c.Limits.MaxHeader < 0 {
-		return fmt.Errorf("relay: Config.Limits has a negative field: %+v", c.Limits)
+		return misconfigured("Limits", "a field is negative: %+v", c.Limits)
 	}
 	if c.Limits.MaxBody == 0 {
 		c.Limits.MaxBody = 64 << 20
@@ -236,7 +256,7 @@ func (c *Config) setNumbers() error {
 		c.Limits.MaxBodies = max(2<<30, c.Limits.MaxBody)
 	}
 	if c.Limits.MaxBodies < c.Limits.MaxBody {
-		return fmt.Errorf("relay: Config.Limits.MaxBodies is %d, less than the %d bytes that one request may have", c.Limits.MaxBodies, c.Limits.MaxBody)
+		return misconfigured("Limits.MaxBodies", "%d is less than the %d bytes that one request may have", c.Limits.MaxBodies, c.Limits.MaxBody)
 	}
 	if c.Limits.MaxAnswer == 0 {
 		c.Limits.MaxAnswer = 64 << 20

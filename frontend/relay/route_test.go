@@ -313,7 +313,7 @@ func TestAggregated(t *testing.T) {
 	c, d := newFake(t, "vllm", p), newFake(t, "vllm", p)
 	r = relayTo(t, nil, []*fake{c, d}, nil)
 	r.read(r.post(completionsPath, simple))
-	r.post("/workers", fmt.Sprintf(`{"url":%q,"role":"prefill"}`, p.URL))
+	r.post("/workers", fmt.Sprintf(`{"url":%q,"role":"prefill","bootstrap_port":%d}`, p.URL, p.worker().BootstrapPort))
 	r.await(func() bool { return strings.Contains(r.get("/health").body, `"prefill":"1 of 1"`) })
 	r.read(r.post(completionsPath, simple))
 	if n := len(p.requests()); n != 1 {

@@ -47,7 +47,7 @@ func New(cfg Config) (*Server, error) {
 	}
 	ids, err := NewMinter(cfg.NodeID)
 	if err != nil {
-		return nil, err
+		return nil, &ConfigError{"NodeID", err}
 	}
 	s := &Server{cfg: cfg, log: cfg.Logger, ids: ids, bodies: &budget{limit: cfg.Limits.MaxBodies}}
 	held := route.NewIndex(0)
@@ -73,7 +73,7 @@ func New(cfg Config) (*Server, error) {
 		for _, w := range list {
 			if err := s.addWorker(w, legKind(l)); err != nil {
 				s.Close()
-				return nil, fmt.Errorf("relay: Config.%s: %w", [...]string{"Prefill", "Decode"}[l], err)
+				return nil, &ConfigError{[...]string{"Prefill", "Decode"}[l], err}
 			}
 		}
 	}

@@ -48,7 +48,7 @@ type Minter struct {
 // NewMinter makes the minter of a node, which is below Nodes. Two at the same engines need different nodes.
 func NewMinter(node int) (*Minter, error) {
 	if node < 0 || node >= Nodes {
-		return nil, fmt.Errorf("relay: node id %d: it takes 8 bits, 0 to %d, and must differ among relays of the same engines", node, Nodes-1)
+		return nil, fmt.Errorf("node id %d: it takes 8 bits, 0 to %d, and must differ among relays of the same engines", node, Nodes-1)
 	}
 	start := time.Now() // its monotonic part keeps ids in order when the clock is set
 	return &Minter{node: uint64(node), now: func() time.Time { return start.Add(time.Since(start)) }}, nil

@@ -131,6 +131,10 @@ func (s *Server) watch(ctx context.Context, w *worker) {
 // probe asks a worker whether it is well, and one that has not joined what it is.
 func (s *Server) probe(ctx context.Context, w *worker) error {
 	if _, err := s.ask(ctx, w, "/health"); err != nil {
+		var said *statusError
+		if errors.As(err, &said) && said.status == http.StatusNotFound && strings.HasSuffix(w.URL, "/v1") {
+			return fmt.Errorf("%w: if the engine is not behind %s, name it without /v1", err, w.URL)
+		}
 		return err
 	}
 	if s.fleet.hasJoined(w) {
