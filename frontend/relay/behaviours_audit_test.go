@@ -263,8 +263,8 @@ func TestExpectationsEndWithTheirRequests(t *testing.T) {
 				t.Errorf("%+v, want %d", got, status)
 			}
 		}
-		if n := r.metric("predicted_prefix_blocks_total"); n != 0 {
-			t.Fatalf("after requests that ended with %d, %v blocks are thought to be held", status, n)
+		if n := r.metric("predicted_cached_tokens_total"); n != 0 {
+			t.Fatalf("after requests that ended with %d, %v tokens are thought to be held", status, n)
 		}
 	}
 }

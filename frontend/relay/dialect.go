@@ -108,7 +108,7 @@ type plain struct{}
 
 func (plain) name() string               { return "plain" }
 func (plain) together() bool             { return false }
-func (plain) whole(*request) string      { return "the engines do no handoff" }
+func (plain) whole(*request) string      { return noHandoff }
 func (plain) prefill(*try) (leg, error)  { return leg{}, errors.ErrUnsupported }
 func (plain) decode(*try) (leg, error)   { return leg{}, errors.ErrUnsupported }
 func (plain) read(*try) (verdict, error) { return silent, nil }

@@ -242,7 +242,7 @@ func (e *engineError) Error() string {
 func (x *exchange) attempt() error {
 	t := &try{r: x.r, id: x.id, mint: x.s.ids.Mint}
 	if !x.s.fleet.has(prefillLeg) {
-		return x.single(t, "no prefill workers are known")
+		return x.single(t, noPrefill)
 	}
 	if d := x.s.dialect(); d != nil {
 		if reason := d.whole(x.r); reason != "" {
@@ -268,11 +268,11 @@ func (x *exchange) attempt() error {
 	case d == nil || d.whole(x.r) != "":
 		source.end(canceled)
 		if d == nil {
-			return x.single(t, "the engines do not say what they are")
+			return x.single(t, unknownEngines)
 		}
 		return x.single(t, d.whole(x.r))
 	case source.w.known().whole:
-		return x.alone(source, d, t, "the worker takes no legs")
+		return x.alone(source, d, t, noLegs)
 	case d.together():
 		return x.together(d, t, source)
 	}
@@ -294,8 +294,8 @@ func (x *exchange) acquire(l legKind, avoid ...*worker) (*lease, error) {
 	}
 	x.s.metrics.queue.WithLabelValues(l.String()).Observe(waited.Seconds())
 	x.s.metrics.routes.WithLabelValues(l.String(), got.choice.Reason).Inc()
-	if l == prefillLeg {
-		x.s.metrics.predicted.Add(float64(got.choice.Match))
+	if len(q.Tokens) > 0 {
+		got.block = x.s.held.blockSize()
 	}
 	return got, nil
 }
@@ -493,7 +493,7 @@ func (x *exchange) sequence(d dialect, t *try, source *lease) error {
 	}
 	x.done(source)
 	x.s.metrics.prefill.Observe(time.Since(start).Seconds())
-	x.s.metrics.cached.Add(float64(cachedTokens(t.answer.usage)))
+	x.countCached(source, t.answer.usage)
 	switch means {
 	case final:
 		x.s.metrics.early.Inc()
@@ -580,6 +580,18 @@ func (x *exchange) decode(d dialect, t *try, source *worker) error {
 	}
 }
 
+// countCached counts how much of a prompt a prefill worker had, and how much it was thought to have when it was chosen. For
+// texts that is the part of the text that it had been sent before.
+func (x *exchange) countCached(at *lease, usage []byte) {
+	x.s.metrics.cached.Add(float64(cachedTokens(usage)))
+	all, match := promptTokens(usage), at.choice.Match
+	predicted := float64(match * at.block)
+	if at.block == 0 && match > 0 {
+		predicted = float64(all) * float64(match*contentBlock) / float64(max(1, len(x.r.content)))
+	}
+	x.s.metrics.predicted.Add(min(predicted, float64(all)))
+}
+
 // silentReprefill is for a prefill leg without anything to hand over: the decode worker has to compute the prompt
 // again.
 func (x *exchange) silentReprefill(d dialect, t *try, source *worker) error {
@@ -594,7 +606,7 @@ func (x *exchange) silentReprefill(d dialect, t *try, source *worker) error {
 			message: "the prefill worker " + source.URL + " handed nothing over: " + d.advice(),
 		}
 	}
-	return x.single(t, "silent re-prefill")
+	return x.single(t, afterSilent)
 }
 
 // together runs both legs at once. The client gets the decode leg's answer; the prefill leg must go well all the same.
@@ -682,7 +694,7 @@ func (p *prefillRun) run(cancel context.CancelCauseFunc, l leg) {
 	}
 	p.x.done(p.at)
 	p.x.s.metrics.prefill.Observe(time.Since(start).Seconds())
-	p.x.s.metrics.cached.Add(float64(cachedTokens(p.prompt)))
+	p.x.countCached(p.at, p.prompt)
 }
 
 func (p *prefillRun) read(l leg) error {

@@ -52,6 +52,7 @@ type lease struct {
 	leg     legKind
 	choice  route.Choice
 	content int64
+	block   int // tokens in the blocks of choice, 0 if these are of text
 	trial   bool
 	ended   bool
 	span    *tracing.Span

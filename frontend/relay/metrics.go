@@ -28,6 +28,22 @@ type metrics struct {
 	tokenized, shadows *prometheus.CounterVec
 }
 
+// Why requests go to one worker alone, beside what dialects say.
+const (
+	noPrefill      = "no prefill workers are known"
+	unknownEngines = "the engines do not say what they are"
+	noLegs         = "the worker takes no legs"
+	afterSilent    = "silent re-prefill"
+	noHandoff      = "the engines do no handoff"
+	severalPrompts = "several prompts"
+	severalChoices = "n is not 1"
+	promptLogprobs = "prompt_logprobs"
+	promptEcho     = "echo"
+)
+
+// singleReasons are all of them, so that counters that have not counted yet are 0 and not missing.
+var singleReasons = []string{noPrefill, unknownEngines, noLegs, afterSilent, noHandoff, severalPrompts, severalChoices, promptLogprobs, promptEcho}
+
 var secondsBuckets = []float64{.0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640}
 
 func newMetrics(r prometheus.Registerer, f *fleet, bodies *budget) (*metrics, error) {
@@ -65,10 +81,16 @@ func newMetrics(r prometheus.Registerer, f *fleet, bodies *budget) (*metrics, er
 		prefill:   histogram("prefill_seconds", "From the prefill leg's request to its whole answer."),
 		transfer:  histogram("transfer_seconds", "From the decode leg's request to the first event of its answer, the transfer and the first step, of streams whose legs follow each other."),
 		decode:    histogram("decode_seconds", "From the first event of an answer to the last, of streams that are whole."),
-		predicted: counter("predicted_prefix_blocks_total", "Blocks that chosen prefill workers were thought to hold."),
+		predicted: counter("predicted_cached_tokens_total", "Prompt tokens that prefill workers were thought to have cached when they were chosen, of the same requests."),
 		tokenized: counters("tokenized_total", "Chats whose prompts were made here, by outcome.", "outcome"),
 		shadows:   counters("shadow_checks_total", "Prompts made here that were compared with the engine's, by outcome.", "outcome"),
 		cached:    counter("cached_tokens_total", "Prompt tokens that prefill workers had cached, as they say."),
+	}
+	for _, l := range []legKind{prefillLeg, decodeLeg} {
+		m.retries.WithLabelValues(l.String())
+	}
+	for _, reason := range singleReasons {
+		m.single.WithLabelValues(reason)
 	}
 	register(m.inFlight)
 	register(prometheus.NewGaugeFunc(prometheus.GaugeOpts{

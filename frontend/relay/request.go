@@ -113,12 +113,12 @@ func (r *request) findContent() error {
 		inner := bytes.TrimLeft(value[1:], " \n\t\r")
 		if value[0] == '[' && len(inner) > 0 && (inner[0] == '[' || inner[0] == '"') {
 			if list, err := scanArray(value, 2); err != nil || len(list) > 1 {
-				r.several = "several prompts"
+				r.several = severalPrompts
 			}
 		}
 	}
 	if n := r.body.getSet("n"); n != nil && string(n) != "1" {
-		r.several = "n is not 1"
+		r.several = severalChoices
 	}
 	for _, ids := range []string{"prompt_token_ids", "prompt_token_ids_b64"} {
 		if v := r.body.getSet(ids); v != nil {

@@ -72,8 +72,8 @@ func TestResidencyFromEvents(t *testing.T) {
 	if n := counts(prefill); n[2] != 3 {
 		t.Errorf("a prompt that worker 2 holds went to %v", n)
 	}
-	if r.metric("predicted_prefix_blocks_total") < 30 {
-		t.Errorf("%v blocks are predicted", r.metric("predicted_prefix_blocks_total"))
+	if n := r.metric("predicted_cached_tokens_total"); n != float64(3*len(ids)) {
+		t.Errorf("%v tokens are predicted", n)
 	}
 	tell(2, fmt.Sprintf(`{"event_id":2,"data":{"type":"removed","block_hashes":[%d]}}`, 1<<62+ids[0]+9*16))
 	if n := held(); n != 9 {

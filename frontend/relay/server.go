@@ -109,6 +109,9 @@ func (s *Server) setDialect(d dialect) dialect {
 
 // workerEvent logs what becomes of workers. It is called with the fleet's lock.
 func (s *Server) workerEvent(event string, w *worker, reason string) {
+	if w.roles[prefillLeg] {
+		s.metrics.silent.WithLabelValues(w.URL) // 0, and not missing
+	}
 	level := slog.LevelInfo
 	if reason != "" {
 		level = slog.LevelWarn

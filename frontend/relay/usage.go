@@ -71,6 +71,16 @@ func cachedTokens(usage []byte) int64 {
 	return max(0, n)
 }
 
+// promptTokens is the number that a usage gives, 0 if it gives none.
+func promptTokens(usage []byte) int64 {
+	u, err := scanObject(usage)
+	if err != nil {
+		return 0
+	}
+	n, _ := strconv.ParseInt(string(u.get("prompt_tokens")), 10, 64)
+	return max(0, n)
+}
+
 // usageKey cannot be part of a JSON string: its quotes would have backslashes.
 var usageKey = []byte(`"usage"`)
 

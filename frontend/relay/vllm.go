@@ -31,9 +31,9 @@ func (nixl) whole(r *request) string {
 	case r.several != "":
 		return r.several
 	case r.body.getSet("prompt_logprobs") != nil:
-		return "prompt_logprobs"
+		return promptLogprobs
 	case string(r.body.get("echo")) == "true":
-		return "echo"
+		return promptEcho
 	}
 	return ""
 }
