@@ -44,9 +44,11 @@ func relayTo(t *testing.T, prefill, decode []*fake, change func(*Config)) *relay
 	r := &relayed{t: t, reg: prometheus.NewRegistry()}
 	c := Config{Registry: r.reg, WorkerWait: 5 * time.Second}
 	for _, f := range prefill {
+		f.set(func() {}) // what tests have changed happens before the relay's first request
 		c.Prefill = append(c.Prefill, f.worker())
 	}
 	for _, f := range decode {
+		f.set(func() {})
 		c.Decode = append(c.Decode, f.worker())
 	}
 	if change != nil {
