@@ -29,6 +29,7 @@ func isEvents(h http.Header) bool {
 // is zero.
 func (x *exchange) deliver(at *lease, a *answer, start time.Time, prompt []byte) error {
 	defer a.close()
+	x.delivers = at
 	err := x.checkKind(a)
 	switch {
 	case err != nil:
@@ -241,6 +242,9 @@ func (x *exchange) copyEvents(a *answer, start time.Time, prompt []byte) (err er
 // begin sends the answer's head; from here on nothing is retried.
 func (x *exchange) begin(status int) {
 	x.began = true
+	if x.delivers != nil {
+		x.delivers.begins()
+	}
 	h := x.w.Header()
 	h.Set("X-Request-Id", x.requestName())
 	if x.route != "" {

@@ -145,12 +145,12 @@ func TestGenerationFirst(t *testing.T) {
 func TestVLLMBodies(t *testing.T) {
 	for _, kind := range []string{"vllm", "mooncake"} {
 		r := newRelay(t, kind, nil)
-		r.events(r.post(chatPath, `{"model":"toy","messages":["x"],"min_tokens":3,"max_tokens":4,"max_completion_tokens":4,"stream":true,"stream_options":{"include_usage":true}}`))
+		r.events(r.post(chatPath, `{"model":"toy","messages":["x"],"min_tokens":3,"max_tokens":4,"max_completion_tokens":4,"stream":true,"stream_options":{"include_usage":true},"response_format":{"type":"json_object"},"structured_outputs":{"regex":""}}`))
 		p, d := fieldsOf(t, r.prefill.last()), fieldsOf(t, r.decode.last())
-		if p["min_tokens"] != map[string]string{"mooncake": "1"}[kind] || p["stream_options"] != "" || p["stream"] != "false" || p["max_tokens"] != "1" || p["max_completion_tokens"] != "1" {
+		if p["min_tokens"] != map[string]string{"mooncake": "1"}[kind] || p["stream_options"]+p["response_format"]+p["structured_outputs"] != "" || p["stream"] != "false" || p["max_tokens"] != "1" || p["max_completion_tokens"] != "1" {
 			t.Errorf("%s, prefill: %v", kind, p)
 		}
-		if d["min_tokens"] != "3" || d["max_tokens"] != "4" || d["max_completion_tokens"] != "4" || d["stream"] != "true" || d["stream_options"] == "" {
+		if d["min_tokens"] != "3" || d["max_tokens"] != "4" || d["max_completion_tokens"] != "4" || d["stream"] != "true" || d["stream_options"] == "" || d["response_format"] == "" || d["structured_outputs"] == "" {
 			t.Errorf("%s, decode: %v", kind, d)
 		}
 		if a, b := r.prefill.last().header.Get("X-Request-Id"), r.decode.last().header.Get("X-Request-Id"); a == "" || a != b {

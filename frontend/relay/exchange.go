@@ -36,6 +36,7 @@ type exchange struct {
 	passed   int       // the status of an answer that was passed on as it is
 	id       int64     // of the last try
 	began    bool      // the answer's first byte is on its way
+	delivers *lease    // of the leg whose answer that is; nil where it is made here
 	deadline time.Time // of writes, as last set
 	failed   []*worker // that the next try passes over
 	name     string    // what the client calls the request, "" if it does not say or that cannot stand in a log
@@ -631,13 +632,30 @@ func (x *exchange) together(d dialect, t *try, source *lease) error {
 	x.route = "two legs at once"
 	legs, cancel := context.WithCancelCause(x.ctx)
 	x.legs = legs
-	p := &prefillRun{x: x, at: source, sent: make(chan struct{}), done: make(chan struct{})}
+	own := *x // what the prefill leg has of the request, which may end before it
+	p := &prefillRun{x: &own, at: source, sent: make(chan struct{}), written: make(chan struct{}), done: make(chan struct{})}
+	end := func() {}
+	if _, ok := d.(mooncake); ok {
+		own.held = nil
+		own.legs, end = x.s.detached(x.ctx)
+	}
 	go p.run(cancel, first)
 	err = x.decodeBeside(d, at, second, p)
-	if err == nil {
-		p.wait(prefillGrace)
+	switch {
+	case err == nil:
+		p.wait(legs, prefillGrace)
+	case own.legs != legs && context.Cause(legs) != errOther && p.isWritten():
+		// A transfer that the prefill worker drops keeps a sender of the decode worker waiting for minutes; it has a few.
+		x.s.running.Go(func() {
+			<-p.done
+			end()
+		})
+		cancel(nil)
+		x.legs = x.ctx
+		return err
 	}
 	cancel(nil)
+	end()
 	<-p.done
 	x.legs = x.ctx
 	if err != nil && p.err != nil && context.Cause(legs) == errOther {
@@ -658,7 +676,7 @@ func (x *exchange) decodeBeside(d dialect, at *lease, l leg, p *prefillRun) erro
 	}
 	var prompt []byte
 	if d.mergesUsage() && (x.r.includeUsage || !x.r.stream) {
-		p.wait(x.s.cfg.Timeouts.Leg)
+		p.wait(x.legs, x.s.cfg.Timeouts.Leg)
 		prompt = p.usage()
 	}
 	return x.deliver(at, a, time.Time{}, prompt)
@@ -666,14 +684,44 @@ func (x *exchange) decodeBeside(d dialect, at *lease, l leg, p *prefillRun) erro
 
 // prefillRun is the prefill leg of two that run at once.
 type prefillRun struct {
-	x    *exchange
-	at   *lease
-	sent chan struct{} // closed when the decode leg is on its way
-	done chan struct{}
+	x       *exchange
+	at      *lease
+	sent    chan struct{} // closed when the decode leg is on its way
+	written chan struct{} // closed when this one is
+	done    chan struct{}
 
 	// Valid once done is closed.
 	err    error
 	prompt []byte // usage
+}
+
+// isWritten reports whether the worker has the leg, so that nothing of the request is needed for it any more. It may be on
+// its way.
+func (p *prefillRun) isWritten() bool {
+	select {
+	case <-p.sent:
+	default:
+		return false
+	}
+	timer := time.NewTimer(time.Second)
+	defer timer.Stop()
+	select {
+	case <-p.written:
+		return true
+	case <-p.done:
+	case <-timer.C:
+	}
+	return false
+}
+
+// detached is a context that outlives a request's, but not the server.
+func (s *Server) detached(ctx context.Context) (context.Context, func()) {
+	ctx, cancel := context.WithCancelCause(context.WithoutCancel(ctx))
+	stop := context.AfterFunc(s.ctx, func() { cancel(context.Cause(s.ctx)) })
+	return ctx, func() {
+		stop()
+		cancel(nil)
+	}
 }
 
 // errOther ends the decode leg when the prefill leg has failed.
@@ -698,7 +746,7 @@ func (p *prefillRun) run(cancel context.CancelCauseFunc, l leg) {
 }
 
 func (p *prefillRun) read(l leg) error {
-	a, err := p.x.call(p.at, l, nil)
+	a, err := p.x.call(p.at, l, func() { close(p.written) })
 	if err != nil {
 		return err
 	}
@@ -725,12 +773,12 @@ func (p *prefillRun) read(l leg) error {
 }
 
 // wait waits for the end of the leg.
-func (p *prefillRun) wait(most time.Duration) {
+func (p *prefillRun) wait(ctx context.Context, most time.Duration) {
 	timer := time.NewTimer(most)
 	defer timer.Stop()
 	select {
 	case <-p.done:
-	case <-p.x.legs.Done():
+	case <-ctx.Done():
 	case <-timer.C:
 	}
 }

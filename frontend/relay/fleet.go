@@ -60,6 +60,7 @@ type lease struct {
 	cancel context.CancelCauseFunc // guarded: of the leg's call, nil before that
 	conn   net.Conn                // guarded: where its answer comes from, nil before that has begun
 	lost   error                   // guarded: why the leg was ended from outside
+	begun  bool                    // guarded: the client gets its answer
 	source *worker                 // guarded: of the KV that it waits for; nil where its engine finds out by itself that nothing comes
 }
 
@@ -443,11 +444,12 @@ func (e *sourceLostError) Error() string {
 	return fmt.Sprintf("the KV does not come: the prefill worker %s is gone: %v", e.source.URL, e.err)
 }
 
-// orphan ends the legs whose KV was to come from a worker, unless they have it: then their answers have begun.
+// orphan ends the legs whose KV was to come from a worker, unless they have it: then the client has a part of the answer. Heads
+// of streams say nothing: vLLM sends them at once.
 func (f *fleet) orphan(source *worker, err error) {
 	for _, w := range f.workers {
 		for l := range w.running {
-			if l.source == source && l.cancel != nil && l.lost == nil && l.conn == nil {
+			if l.source == source && l.cancel != nil && l.lost == nil && !l.begun {
 				l.lost = &sourceLostError{source, err}
 				l.cancel(l.lost)
 			}
@@ -476,6 +478,13 @@ func (l *lease) answering(c net.Conn) {
 	l.f.mu.Lock()
 	defer l.f.mu.Unlock()
 	l.conn = c
+}
+
+// begins notes that the client gets the leg's answer.
+func (l *lease) begins() {
+	l.f.mu.Lock()
+	defer l.f.mu.Unlock()
+	l.begun = true
 }
 
 // lostWorker is why the leg was ended from outside, nil if it was not.

@@ -1,6 +1,7 @@
 package relay
 
 import (
+	"context"
 	"errors"
 	"io"
 	"net"
@@ -13,10 +14,13 @@ import (
 )
 
 // hang makes an engine keep what it gets, after it has said something if that is not empty.
-func (f *fake) hang(say string) {
+func (f *fake) hang(say string) { f.hangs(say != "", say) }
+
+// hangs is hang, after the head of a stream.
+func (f *fake) hangs(head bool, say string) {
 	f.set(func() {
 		f.before = func(_ int, w http.ResponseWriter, r *http.Request) bool {
-			if say != "" {
+			if head {
 				w.Header().Set("Content-Type", "text/event-stream")
 				io.WriteString(w, say)
 				w.(http.Flusher).Flush()
@@ -180,11 +184,11 @@ func TestLegsLeaveWhenTheirSourceIsGone(t *testing.T) {
 					})
 				}
 			}
-			say := ""
+			say := "" // but the head: vLLM sends it at once
 			if begun {
 				say = "data: {\"choices\":[]}\n\n"
 			}
-			decode.hang(say)
+			decode.hangs(true, say)
 			got := make(chan result, 1)
 			go func() { got <- r.post(completionsPath, streamed) }()
 			r.await(func() bool {
@@ -220,6 +224,77 @@ func TestLegsLeaveWhenTheirSourceIsGone(t *testing.T) {
 			if n := r.metric("breaker_open"); n != 0 {
 				t.Errorf("%s: the decode worker is blamed", kind)
 			}
+		}
+	}
+}
+
+// Mooncake's prefill legs come to their end when the decode worker has refused, or the client has left: the decode worker's
+// sender waits for that. SGLang's end at once.
+func TestMooncakePrefillEndsByItself(t *testing.T) {
+	for _, kind := range []string{"mooncake", "sglang"} {
+		for _, why := range []string{"refused", "failed", "left"} {
+			r := newRelay(t, kind, func(c *Config) { c.MaxRetries = -1 })
+			release, ended := make(chan struct{}), make(chan bool, 1)
+			r.prefill.set(func() {
+				r.prefill.before = func(_ int, w http.ResponseWriter, q *http.Request) bool {
+					select {
+					case <-q.Context().Done():
+						ended <- false
+					case <-release:
+						w.Header().Set("Content-Type", "application/json")
+						io.WriteString(w, `{"choices":[{"finish_reason":"length"}],"usage":{"prompt_tokens":3,"completion_tokens":1,"total_tokens":4}}`)
+						ended <- true
+					}
+					return true
+				}
+			})
+			r.decode.set(func() {
+				r.decode.before = func(_ int, w http.ResponseWriter, q *http.Request) bool {
+					for len(r.prefill.requests()) == 0 {
+						time.Sleep(time.Millisecond)
+					}
+					switch why {
+					case "left":
+						<-q.Context().Done()
+					case "refused":
+						w.WriteHeader(http.StatusBadRequest)
+					default:
+						w.WriteHeader(http.StatusInternalServerError)
+					}
+					return true
+				}
+			})
+			ctx, leave := context.WithCancel(t.Context())
+			gone := make(chan struct{})
+			go func() {
+				defer close(gone)
+				req, _ := http.NewRequestWithContext(ctx, http.MethodPost, r.URL+completionsPath, strings.NewReader(simple))
+				if res, err := http.DefaultClient.Do(req); err == nil {
+					res.Body.Close()
+				}
+			}()
+			if why == "left" {
+				r.await(func() bool { return len(r.prefill.requests()) == 1 && len(r.decode.requests()) == 1 })
+				leave()
+			}
+			<-gone
+			leave()
+			if kind == "sglang" {
+				if <-ended {
+					t.Errorf("%s, %s: the prefill leg went on", kind, why)
+				}
+				continue
+			}
+			select {
+			case <-ended:
+				t.Errorf("%s, %s: the prefill leg was ended", kind, why)
+			case <-time.After(50 * time.Millisecond):
+			}
+			close(release)
+			if !<-ended {
+				t.Errorf("%s, %s: the prefill leg was ended", kind, why)
+			}
+			r.await(func() bool { return r.metric("worker_requests") == 0 && r.metric("requests_in_flight") == 0 })
 		}
 	}
 }

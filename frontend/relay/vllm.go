@@ -40,11 +40,15 @@ func (nixl) whole(r *request) string {
 
 func (nixl) single(t *try) leg { return passOn(t, reserved...) }
 
+// grammars constrain an answer's tokens. The one of a prefill leg is thrown away, and a grammar could let it be the end only.
+var grammars = []string{"structured_outputs", "response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
+
 // oneToken makes the prefill leg of engines that sample a token with it, which is then thrown away.
 func oneToken(t *try, params []byte, set ...assignment) leg {
 	e := edit{set: set}
 	e.remove(reserved...)
 	e.remove("stream_options", "min_tokens", "min_completion_tokens")
+	e.remove(grammars...)
 	e.put("stream", []byte("false"))
 	e.put("max_tokens", []byte("1"))
 	if t.r.body.get("max_completion_tokens") != nil {
