@@ -25,9 +25,7 @@ type engine struct {
 	last     uint64    // when it last got work
 	claimed  uint64    // the queue scan in which an earlier request waits for this engine
 
-	reports   bool   // what it has cached, from its first snapshot on
-	next      uint64 // number of the event that is due
-	resyncing bool   // it was asked for a snapshot
+	cached wire.KVReader // what it reports of its cache
 }
 
 // canTake tells whether one more request with so many KV blocks could start now.

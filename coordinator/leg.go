@@ -55,7 +55,7 @@ func (c *Core) begin(r *request, e *engine, d route.Decision) *leg {
 	e.legs[l.id] = l
 	e.blocks += l.blocks
 	r.legs++
-	if e.reports {
+	if e.cached.Reports {
 		e.pool.index.Touch(r.digests)
 		l.expected = e.pool.index.Expect(e.slot, r.digests)
 	} else {

@@ -5,21 +5,19 @@ import "baton/wire"
 // residency takes in what an engine says that it has cached.
 func (c *Core) residency(e *engine, m *wire.KVEvents) {
 	x := e.pool.index
-	switch {
-	case m.Reset:
-		e.reports, e.resyncing = true, false
-		x.Forget(e.slot)
-	case e.resyncing:
-		return // the snapshot has it
-	case !e.reports || m.Sequence != e.next:
-		if e.reports {
-			c.warn("engine %s reports cached prefixes from number %d on where %d was due; asked for all of them", e.reg.Name, m.Sequence, e.next)
+	apply, ask := e.cached.Take(m)
+	if !apply {
+		if ask != nil {
+			if e.cached.Reports {
+				c.warn("engine %s reports cached prefixes from number %d on where %d was due; asked for all of them", e.reg.Name, m.Sequence, ask.Expected)
+			}
+			c.send(e.peer, ask)
 		}
-		e.resyncing = true
-		c.send(e.peer, &wire.KVResync{Expected: e.next})
 		return
 	}
-	e.next = m.Next
+	if m.Reset {
+		x.Forget(e.slot)
+	}
 	if e.draining {
 		return // it gets no new work
 	}

@@ -244,10 +244,7 @@ type group struct {
 	requests int
 	exports  int
 	leaving  bool
-
-	// What it reports of its cache: whether it has begun, whether it was asked to begin anew, and the number that comes next.
-	reports, resyncing bool
-	next               uint64
+	cached   wire.KVReader // what it reports of its cache
 }
 
 // Stats are gauges of now, then totals since the start.
@@ -370,7 +367,7 @@ func (c *Core) register(g *group, m *wire.RegisterRole) {
 		c.act(Tell{m.Name, &wire.RegisterRoleAck{Error: fmt.Sprintf("%s is no engine of this process, or is here already", m.Name)}})
 		return
 	}
-	g.reg, g.leaving, g.reports, g.resyncing = m, false, false, false
+	g.reg, g.leaving, g.cached = m, false, wire.KVReader{}
 	c.tell(g, &wire.RegisterRoleAck{})
 }
 

@@ -212,18 +212,16 @@ func (r *residency) read(at place, limit int) (events []CacheEvent, after place,
 
 // cached takes in what an engine says that it has cached, as a coordinator does.
 func (c *Core) cached(g *group, m *wire.KVEvents) {
-	switch {
-	case m.Reset:
-		g.reports, g.resyncing = true, false
-		c.cache.forget(g.number)
-	case g.resyncing:
-		return // the snapshot has it
-	case !g.reports || m.Sequence != g.next:
-		g.resyncing = true
-		c.tell(g, &wire.KVResync{Expected: g.next})
+	apply, ask := g.cached.Take(m)
+	if ask != nil {
+		c.tell(g, ask)
+	}
+	if !apply {
 		return
 	}
-	g.next = m.Next
+	if m.Reset {
+		c.cache.forget(g.number)
+	}
 	for i := range m.Events {
 		e := &m.Events[i]
 		switch current := e.Version == g.reg.WeightVersion; {
