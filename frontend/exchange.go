@@ -2,6 +2,7 @@ package frontend
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -33,13 +34,11 @@ func (s *Server) routes() http.Handler {
 	route("POST", "/detokenize", s.detokenize)
 	route("GET", "/v1/models", s.models)
 	route("GET", "/v1/models/{model...}", s.model)
-	if s.cfg.Limits.legs {
-		route("POST", "/legs/release", s.releaseLegs)
-	}
 	if s.cfg.ServerInfo != nil {
 		route("GET", "/server_info", s.serverInfo)
 	}
 	if s.cfg.Limits.legs {
+		route("POST", "/legs/release", s.releaseLegs)
 		mux.HandleFunc("POST "+cachedPath, s.cached)
 		mux.HandleFunc(cachedPath, s.handle(cachedPath, notAllowed(http.MethodPost)))
 	}
@@ -101,7 +100,7 @@ func (s *Server) handle(endpoint string, f func(*exchange) error) http.HandlerFu
 		ctx, cancel := context.WithCancelCause(r.Context())
 		defer cancel(nil)
 		defer context.AfterFunc(s.ctx, func() { cancel(context.Cause(s.ctx)) })()
-		x := &exchange{s: s, w: w, r: r, rc: http.NewResponseController(w), ctx: ctx, id: requestID(r.Header)}
+		x := &exchange{s: s, w: w, r: r, rc: http.NewResponseController(w), ctx: ctx, id: cmp.Or(tracing.RequestID(r.Header), randomID())}
 		w.Header().Set("X-Request-Id", x.id)
 		defer func() { s.bodies.Add(-x.held) }()
 		var err error

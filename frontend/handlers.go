@@ -287,20 +287,6 @@ func writeHealth(w http.ResponseWriter, wrong string, status *wire.StatusReply) 
 	writeJSON(w, code, append(b, '}'))
 }
 
-// maxRequestID bounds the id that a client may give its request.
-const maxRequestID = 128
-
-// requestID is the id that the client, or a relay before this server, calls the request by; a new one when it has none that
-// can stand in a log.
-func requestID(h http.Header) string {
-	id := h.Get("X-Request-Id")
-	strange := func(c rune) bool { return c <= ' ' || c > '~' }
-	if id == "" || len(id) > maxRequestID || strings.ContainsFunc(id, strange) {
-		return randomID()
-	}
-	return id
-}
-
 // randomID is 24 hexadecimal digits.
 func randomID() string {
 	var b [12]byte

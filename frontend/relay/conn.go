@@ -79,16 +79,9 @@ func (c *conn) Read(p []byte) (int, error) {
 
 // quiet reports whether nothing has arrived on an idle connection: neither its end nor bytes out of turn.
 func quiet(c net.Conn) bool {
-	if t, ok := c.(*tls.Conn); ok {
-		c = t.NetConn()
-	}
-	s, ok := c.(syscall.Conn)
-	if !ok {
-		return true
-	}
-	raw, err := s.SyscallConn()
-	if err != nil {
-		return false
+	raw, err := rawConn(c)
+	if raw == nil {
+		return err == nil
 	}
 	open := false
 	err = raw.Read(func(fd uintptr) bool {
@@ -96,4 +89,16 @@ func quiet(c net.Conn) bool {
 		return true
 	})
 	return err == nil && open
+}
+
+// rawConn is the socket of a connection, also of one with TLS; nil without error where there is none.
+func rawConn(c net.Conn) (syscall.RawConn, error) {
+	if t, ok := c.(*tls.Conn); ok {
+		c = t.NetConn()
+	}
+	s, ok := c.(syscall.Conn)
+	if !ok {
+		return nil, nil
+	}
+	return s.SyscallConn()
 }

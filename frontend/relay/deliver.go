@@ -12,6 +12,8 @@ import (
 	"strings"
 	"sync"
 	"time"
+
+	"baton/tracing"
 )
 
 // streamBuffer is how much of a stream is copied at a time.
@@ -369,7 +371,7 @@ func (s *Server) pass(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	defer s.running.Done()
-	x := &exchange{s: s, w: w, rc: http.NewResponseController(w), ctx: r.Context(), legs: r.Context(), name: clientName(r.Header), held: &holding{of: s.bodies}}
+	x := &exchange{s: s, w: w, rc: http.NewResponseController(w), ctx: r.Context(), legs: r.Context(), name: tracing.RequestID(r.Header), held: &holding{of: s.bodies}}
 	defer x.held.keep(0)
 	x.finish(r, start, x.passAny(r))
 }

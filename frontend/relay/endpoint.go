@@ -279,6 +279,22 @@ func (e *tooLargeError) Error() string {
 	return fmt.Sprintf("the answer is larger than %d bytes (--max-answer)", e.limit)
 }
 
+// fetch sends a small request and returns what is answered, of at most limit bytes, with its status.
+func (e *endpoint) fetch(ctx context.Context, c *call, timeout time.Duration, limit int64) (body []byte, status int, err error) {
+	var a *answer
+	for {
+		if a, err = e.do(ctx, c, timeout); !errors.Is(err, errStale) {
+			break
+		}
+	}
+	if err != nil {
+		return nil, 0, err
+	}
+	defer a.close()
+	body, err = a.readAll(nil, limit)
+	return body, a.status, err
+}
+
 // close gives the connection back if nothing is left on it, otherwise it closes it.
 func (a *answer) close() {
 	if alive := a.stop(); !alive || !a.done || a.lost || a.conn.br.Buffered() > 0 {

@@ -93,7 +93,7 @@ func (x *exchange) run(r *http.Request, buf *[]byte) (err error) {
 			err = &apiError{status: http.StatusInternalServerError, kind: "server_error", message: "the relay failed; its log says more"}
 		}
 	}()
-	x.name = clientName(r.Header)
+	x.name = tracing.RequestID(r.Header)
 	if a := x.s.cfg.Authorize; a != nil && !a(r) {
 		return errUnauthorized
 	}
@@ -361,18 +361,6 @@ func (x *exchange) trace(at *lease) []string {
 	return append(header, "Traceparent: "+t.Parent(ctx))
 }
 
-// maxName bounds what a client may call its request.
-const maxName = 128
-
-// clientName is what a client calls its request, "" if that is not fit for logs and headers.
-func clientName(h http.Header) string {
-	name := h.Get("X-Request-Id")
-	if len(name) > maxName || strings.ContainsFunc(name, func(c rune) bool { return c <= ' ' || c > '~' }) {
-		return ""
-	}
-	return name
-}
-
 // requestName is what logs and the answer call the request: as the client does, or else by the id of the last try, "" before
 // there is one.
 func (x *exchange) requestName() string {
@@ -532,15 +520,7 @@ func (x *exchange) giveBack(d dialect, t *try, source *worker) {
 	x.s.running.Go(func() {
 		ctx, cancel := context.WithTimeout(ctx, giveBackTimeout)
 		defer cancel()
-		a, err := source.endpoint.do(ctx, c, giveBackTimeout)
-		if errors.Is(err, errStale) {
-			a, err = source.endpoint.do(ctx, c, giveBackTimeout)
-		}
-		if err == nil {
-			_, err = a.readAll(nil, 1<<20)
-			a.close()
-		}
-		if err != nil {
+		if _, _, err := source.endpoint.fetch(ctx, c, giveBackTimeout, maxProbe); err != nil {
 			x.s.log.Debug("a prefill worker does not hear that nobody reads what it holds: its lease will end", "id", id, "worker", source.URL, "error", err)
 		}
 	})
@@ -645,7 +625,7 @@ func (x *exchange) together(d dialect, t *try, source *lease) error {
 	case err == nil:
 		p.wait(legs, prefillGrace)
 	case own.legs != legs && context.Cause(legs) != errOther && p.isWritten():
-		// A transfer that the prefill worker drops keeps a sender of the decode worker waiting for minutes; it has a few.
+		// A transfer that the prefill worker drops keeps one of its senders waiting for minutes; it has a few.
 		x.s.running.Go(func() {
 			<-p.done
 			end()

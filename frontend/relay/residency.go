@@ -351,19 +351,9 @@ func (c *cacheView) ask(ctx context.Context, query string) ([]byte, error) {
 	const most = kvevents.PollWait + probeTimeout
 	ctx, cancel := context.WithTimeout(ctx, most)
 	defer cancel()
-	for {
-		a, err := c.w.endpoint.do(ctx, &call{method: http.MethodPost, path: "/kv_cache_events" + query, header: c.s.engineAuth(""), body: pieces{}}, most)
-		if errors.Is(err, errStale) {
-			continue
-		}
-		if err != nil {
-			return nil, err
-		}
-		defer a.close()
-		body, err := a.readAll(nil, maxEvents)
-		if err == nil && a.status != http.StatusOK {
-			err = fmt.Errorf("%w: %s", &statusError{"/kv_cache_events", a.status}, strings.TrimSpace(clip(body)))
-		}
-		return body, err
+	body, status, err := c.w.endpoint.fetch(ctx, &call{method: http.MethodPost, path: "/kv_cache_events" + query, header: c.s.engineAuth(""), body: pieces{}}, most, maxEvents)
+	if err == nil && status != http.StatusOK {
+		err = fmt.Errorf("%w: %s", &statusError{"/kv_cache_events", status}, strings.TrimSpace(clip(body)))
 	}
+	return body, err
 }

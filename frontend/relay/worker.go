@@ -163,27 +163,12 @@ func (s *Server) ask(ctx context.Context, w *worker, path string) ([]byte, error
 func (s *Server) askEndpoint(parent context.Context, e *endpoint, path string) ([]byte, error) {
 	ctx, cancel := context.WithTimeout(parent, probeTimeout)
 	defer cancel()
-	for {
-		body, err := s.askOnce(ctx, e, path)
-		switch {
-		case errors.Is(err, errStale):
-			continue
-		case err != nil && parent.Err() == nil && ctx.Err() != nil, errors.Is(err, errTimeout):
-			err = failed(errTimeout, fmt.Errorf("%s within %v", path, probeTimeout))
-		}
-		return body, err
-	}
-}
-
-func (s *Server) askOnce(ctx context.Context, e *endpoint, path string) ([]byte, error) {
-	a, err := e.do(ctx, &call{method: http.MethodGet, path: path, header: s.engineAuth("")}, probeTimeout)
-	if err != nil {
-		return nil, err
-	}
-	defer a.close()
-	body, err := a.readAll(nil, maxProbe)
-	if err == nil && a.status != http.StatusOK {
-		err = &statusError{path, a.status}
+	body, status, err := e.fetch(ctx, &call{method: http.MethodGet, path: path, header: s.engineAuth("")}, probeTimeout, maxProbe)
+	switch {
+	case err == nil && status != http.StatusOK:
+		err = &statusError{path, status}
+	case err != nil && parent.Err() == nil && ctx.Err() != nil, errors.Is(err, errTimeout):
+		err = failed(errTimeout, fmt.Errorf("%s within %v", path, probeTimeout))
 	}
 	return body, err
 }
