@@ -148,31 +148,38 @@ func openingTemplate(t testing.TB, tok *Tokenizer, source, tools, reasoning stri
 	return tm, f
 }
 
-// checkOpening appends an opening to the prompt of a chat and compares with what the template makes of an answer.
-func checkOpening(t *testing.T, tok *Tokenizer, tm *Template, f OutputFormat, o *Opening, chat Chat, function string) {
+// rendered is a chat's prompt, as text and as ids.
+func rendered(t *testing.T, tok *Tokenizer, tm *Template, chat Chat) (string, []int32) {
 	t.Helper()
 	p, err := tm.Render(t.Context(), chat)
 	if err != nil {
 		t.Fatal(err)
 	}
-	prompt, err := tok.EncodePrompt(p)
+	ids, err := tok.EncodePrompt(p)
 	if err != nil {
 		t.Fatal(err)
 	}
+	return p.Text, ids
+}
+
+// checkOpening appends an opening to the prompt of a chat and compares with what the template makes of an answer.
+func checkOpening(t *testing.T, tok *Tokenizer, tm *Template, f OutputFormat, o *Opening, chat Chat, function string) {
+	t.Helper()
+	shown, prompt := rendered(t, tok, tm, chat)
 	opened, err := o.Append(prompt)
 	if err != nil {
 		t.Fatal(err)
 	}
 	text := tok.Decode(opened.IDs, false)
 	if !slices.Equal(opened.IDs[:opened.Kept], prompt[:opened.Kept]) || !strings.HasPrefix(o.call, opened.Call) || !strings.HasSuffix(text, o.close+opened.Call) {
-		t.Errorf("%q is opened as %q of %q %q", p.Text, text, o.close, opened.Call)
+		t.Errorf("%q is opened as %q of %q %q", shown, text, o.close, opened.Call)
 	}
 	// What others make longer is not made longer again.
 	if twice, err := o.Complete(opened.IDs); err != nil || !slices.Equal(twice.IDs, opened.IDs) || twice.Call != opened.Call {
 		t.Errorf("%q is completed as %q, %v", text, tok.Decode(twice.IDs, false), err)
 	}
 	if once, err := o.Complete(prompt); err != nil || !slices.Equal(once.IDs, opened.IDs) {
-		t.Errorf("%q is completed as %q, %v", p.Text, tok.Decode(once.IDs, false), err)
+		t.Errorf("%q is completed as %q, %v", shown, tok.Decode(once.IDs, false), err)
 	}
 	name := function
 	if name == "" {
@@ -249,14 +256,7 @@ func TestOpeningTokens(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		p, err := tm.Render(t.Context(), chat)
-		if err != nil {
-			t.Fatal(err)
-		}
-		prompt, err := tok.EncodePrompt(p)
-		if err != nil {
-			t.Fatal(err)
-		}
+		_, prompt := rendered(t, tok, tm, chat)
 		opened, err := o.Append(prompt)
 		if err != nil || opened.Call != c.call {
 			t.Errorf("%s, %q: %q, %v; want %q", c.tools, c.function, opened.Call, err, c.call)

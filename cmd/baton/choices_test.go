@@ -178,17 +178,7 @@ func asJSON(v any) string {
 // atRest waits until two engines hold nothing, and compares how many exports came to their end by their lease.
 func atRest(t *testing.T, prefill, decode *fleet, expired float64) {
 	t.Helper()
-	held := 0.0
-	for deadline := time.Now().Add(10 * time.Second); time.Now().Before(deadline); time.Sleep(20 * time.Millisecond) {
-		held = 0
-		for _, f := range []*fleet{prefill, decode} {
-			held += metric(t, f.url, "baton_engine_kv_blocks", `state="used"`) + metric(t, f.url, "baton_engine_requests") +
-				metric(t, f.url, "baton_leg_requests") + metric(t, f.url, "baton_leg_exports") + metric(t, f.url, "baton_leg_claims") + metric(t, f.url, "baton_leg_reading")
-		}
-		if held == 0 {
-			break
-		}
-	}
+	held := heldAfter(t, 10*time.Second, prefill, decode)
 	if got := metric(t, prefill.url, "baton_leg_exports_total", "expired"); held != 0 || got != expired {
 		t.Errorf("%v blocks, requests, exports and claims are still held; %v leases ended, of %v that had to", held, got, expired)
 	}

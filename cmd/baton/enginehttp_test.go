@@ -64,6 +64,23 @@ func (f *fleet) context(ctx context.Context, body map[string]any) (map[string]an
 	return second, nil
 }
 
+// heldAfter waits until engines hold nothing, for so long at most, and returns what they hold then: blocks, requests, exports and
+// claims.
+func heldAfter(t *testing.T, patience time.Duration, engines ...*fleet) (held float64) {
+	t.Helper()
+	for deadline := time.Now().Add(patience); time.Now().Before(deadline); time.Sleep(20 * time.Millisecond) {
+		held = 0
+		for _, f := range engines {
+			held += metric(t, f.url, "baton_engine_kv_blocks", `state="used"`) + metric(t, f.url, "baton_engine_requests") +
+				metric(t, f.url, "baton_leg_requests") + metric(t, f.url, "baton_leg_exports") + metric(t, f.url, "baton_leg_claims") + metric(t, f.url, "baton_leg_reading")
+		}
+		if held == 0 {
+			break
+		}
+	}
+	return held
+}
+
 // Engines that know of no coordinator give transformers' tokens, and the bits of one engine, through the frontend that
 // relays between them. It finds out by itself what they are.
 func TestGoldensInTwoLegs(t *testing.T) {
@@ -123,17 +140,7 @@ func TestAbandonedLegsLeaveNothing(t *testing.T) {
 		})
 	}
 	group.Wait()
-	held := 0.0
-	for deadline := time.Now().Add(20 * time.Second); time.Now().Before(deadline); time.Sleep(20 * time.Millisecond) {
-		held = 0
-		for _, f := range []*fleet{prefill, decode} {
-			held += metric(t, f.url, "baton_engine_kv_blocks", `state="used"`) + metric(t, f.url, "baton_engine_requests") +
-				metric(t, f.url, "baton_leg_requests") + metric(t, f.url, "baton_leg_exports") + metric(t, f.url, "baton_leg_claims") + metric(t, f.url, "baton_leg_reading")
-		}
-		if held == 0 {
-			break
-		}
-	}
+	held := heldAfter(t, 20*time.Second, prefill, decode)
 	if held != 0 {
 		t.Errorf("%v blocks, requests, exports and claims are still held", held)
 	}
